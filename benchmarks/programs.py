@@ -36,7 +36,7 @@ from torch import Tensor
 
 import asa
 from asa.api import process_counts
-from asa.errors import AsaError, UsageError
+from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
 from benchmarks.program_table import PLANS, Program, table
@@ -56,7 +56,7 @@ NAMING = (
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
     "updates element by element", "had a gradient before", "is changed in the loop by numbers of",
     "is not the model's own", "updates each parameter by itself",
-    "asks how many processes there are",
+    "asks how many processes there are", "ranks begin at other places",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 
@@ -103,7 +103,7 @@ class Watched:
         return getattr(self._batches, name)
 
 
-BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public")
+BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),
@@ -115,17 +115,21 @@ _LAYOUTS = {
 
 
 def by_hand(program: Program, how: str) -> Plan | None:
-    """A plan that nothing is measured for; None where the model takes no single tensor."""
+    """A plan that nothing is measured for; None where the model takes no single tensor of the loader's."""
     net, _, batches = program.make()
     batch = next(iter(batches))
     x = batch[0] if isinstance(batch, tuple | list) else None
     if not isinstance(x, Tensor) or sum(p.default is p.empty for p in signature(net.forward).parameters.values()) != 1:
         return None
     choose, data = _LAYOUTS[how]
-    return hand_plan(
-        net, 2, choose, input_shape=tuple(x.shape[1:]), num_classes=1, example=x[:1].repeat(2, *[1] * (x.dim() - 1)),
-        data_strategy=lambda _i: data, global_batch=len(x),
-    )  # fmt: skip
+    example = x[:1].repeat(2, *[1] * (x.dim() - 1))
+    try:
+        return hand_plan(
+            net, 2, choose, input_shape=tuple(x.shape[1:]), num_classes=1, example=example,
+            data_strategy=lambda _i: data, global_batch=len(x),
+        )  # fmt: skip
+    except InvalidInputError:
+        return None
 
 
 def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, Tensor]:

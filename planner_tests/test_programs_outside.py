@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import asa
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, classes, distance, numbers
+from planner_tests.programs import Program, State, assert_as_alone, classes, distance, numbers
 
 
 class Weighted(nn.Module):
@@ -62,5 +62,9 @@ def _planned(_rank: int, plan: Any) -> str:
     return "told"
 
 
-def test_under_a_given_plan_it_is_said() -> None:
+def test_under_a_given_plan_of_data_parallelism_it_is_trained() -> None:
+    assert_as_alone(PROGRAM, ["ddp", "zero1", "fsdp"])
+
+
+def test_under_a_given_plan_that_splits_it_is_said() -> None:
     assert run_ranks(2, _planned, PROGRAM.plan("tensor"), threads=1, timeout_s=60) == ["told"] * 2

@@ -224,8 +224,25 @@ def _critic_only(net: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.critic.parameters(), 0.1)
 
 
-def test_layers_that_components_lack_are_not_left_behind_in_silence() -> None:
+def test_layers_that_components_lack_are_trained_by_an_optimizer_made_behind_the_call() -> None:
     program = Program(model=Players, x=numbers(24, 8), y=classes(24, 3), optimizer=_critic_only, loop=_in_turn)
+    assert_as_alone(program, ["ddp", "fsdp", "mixed"])
+
+
+def _with_momenta(net: Any, opt: Any, batches: Any) -> State:
+    """The other optimizer made a step, and keeps momenta, before the model is called by another name."""
+    second = torch.optim.SGD(net.gen.parameters(), 0.1, momentum=0.9)
+    net.gen.weight.square().sum().backward()
+    second.step()
+    second.zero_grad()
+    for x, _ in batches:
+        (-net(net(x, "gen"), "critic").mean()).backward()
+        second.step()
+    return dict(net.state_dict())
+
+
+def test_layers_that_components_lack_are_not_left_behind_in_silence() -> None:
+    program = Program(model=Players, x=numbers(24, 8), y=classes(24, 3), optimizer=_critic_only, loop=_with_momenta)
     for said in program.spread(["ddp"])["ddp"]:
         assert isinstance(said, str)
         assert "a parameter that the program listed before" in said

@@ -172,8 +172,8 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "rows": lambda p: list(p),
     "pickle": lambda p: pickle.dumps(p),
     "view": lambda p: p.view(3, 10),
-    "into a tensor that is not split": lambda p: torch.zeros(p.shape).add_(p),
-    "with one that they hold whole": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
+    "into one that is not split": lambda p: torch.zeros(p.shape).add_(p),
+    "use p.detach()": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
     "different parts": lambda p: p * p.t(),
     "needs a whole": lambda p: p.detach() @ p.detach().t(),
     "does not fit": lambda p: p * torch.zeros(3, 1),
@@ -181,6 +181,24 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "use loss.backward()": lambda p: torch.autograd.grad(p.norm(), p),
     "different gradients on different ranks": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
 }
+
+
+def written_on(rank: int) -> float:
+    """The largest difference of whole tensors into which parts are written from those of one device."""
+    apart = 0.0
+    for name in SHARDS:
+        p, full = part(rank, name), whole(name)
+        one, other = torch.zeros_like(full), torch.zeros_like(full)
+        with torch.no_grad():
+            one.mul_(0.9).add_(p, alpha=0.1).lerp_(p.abs(), 0.5).copy_(one + p.detach())
+            other.mul_(0.9).add_(full, alpha=0.1).lerp_(full.abs(), 0.5).copy_(other + full)
+            torch._foreach_lerp_([one, other], [p, full], 0.25)
+        apart = max(apart, float((one - other).abs().max()))
+    return apart
+
+
+def test_parts_are_written_into_whole_tensors() -> None:
+    assert max(run_ranks(2, written_on, threads=1, timeout_s=60)) < 1e-14
 
 
 def refused_on(rank: int) -> dict[str, str]:

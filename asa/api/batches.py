@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from asa.api.generators import as_on_rank_0, generators_now
-from asa.api.orders import Orders, own_state, put_back, samplers
+from asa.api.orders import Orders, own_state, put_back, samplers, sharing_by_rank
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
@@ -177,10 +177,10 @@ class GlobalBatches:
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._own_reading = isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__
         """Whether the loader's class has an ``__iter__`` of its own: it may end a pass, or change batches."""
-        if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        if sampler := sharing_by_rank(loader, votes.rank, votes.num_ranks):
             raise UsageError(
-                "the loader has a DistributedSampler: hand in the loader of one device, with the global batch; asa "
-                "gives each rank its share"
+                f"the loader has a {sampler}, which draws the samples of one rank: hand in the loader of one "
+                "device, with the global batch; asa gives each rank its share"
             )
         self.indexed = self.indexed and not self._own_reading
         self._unread: list[Any] = []
@@ -218,6 +218,7 @@ class GlobalBatches:
         """A batch of a few samples, taken if possible without advancing samplers or generators."""
         if self.indexed:
             dataset, collate = self.loader.dataset, self.loader.collate_fn
+            samples = 1 if self.loader.batch_size == 1 else samples  # they may have unlike shapes
             with restored_afterwards(self.loader):
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:

@@ -53,6 +53,8 @@ class Comparison:
         self._doubt = ""
         self._differing_value: float | None = None
         """Value on rank 0 of a tensor without rows that differs between ranks."""
+        self._same = False
+        """Whether all ranks have the same samples, and none of the loader's: a batch that the loop drew itself."""
         self.unknown = self._prepare()
 
     def _prepare(self) -> str:
@@ -93,6 +95,8 @@ class Comparison:
         fixed: dict[int, Tensor] = {}
         alike: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
+        for_loss = tape.needed([self._loss])[1]
+        differ, distinct = bool(for_loss & tape.of_batch), False  # from other ranks' samples; among themselves
         whole_tensors: dict[int, Tensor] = {}
         unlike: dict[int, Tensor] = {}
         others_differ = False
@@ -101,9 +105,14 @@ class Comparison:
             beside = number >= len(tape.outputs) and at not in tape.of_batch
             plain = tensor.detach().as_subclass(Tensor)
             if votes.everyone(beside and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
-                square = _extended(gathered(votes, plain.cpu()), sum(rows))
+                parts = gathered(votes, plain.cpu())
+                square = _extended(parts, sum(rows))
                 if square is not None:
                     whole_tensors[at] = square.to(device)
+                    if all(torch.equal(p, parts[0]) for p in parts):  # or a table of as many classes
+                        alike[at] = plain
+                    else:
+                        differ = True
                     continue
             if votes.everyone(split):
                 parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
@@ -111,9 +120,11 @@ class Comparison:
                     return "something beside the batch has other sizes on other ranks"
                 whole_tensors[at] = torch.cat(parts).to(device)
                 parts = [p for p, count in zip(parts, rows, strict=True) if count]
-                if number >= len(tape.outputs) and all(
-                    p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
-                ):
+                equal = all(p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts)
+                if at in for_loss:
+                    differ = differ or not equal or len(parts) == 1
+                    distinct = distinct or (number < len(tape.outputs) and bool((plain != plain[:1]).any()))
+                if number >= len(tape.outputs) and equal:
                     alike[at] = plain
                 elif beside and min(rows) > 1 and len({p.shape for p in parts}) == 1:
                     # Its length may be that of something else than samples (features, classes).
@@ -132,6 +143,7 @@ class Comparison:
                     len(set(every)) > 1 and flat is not None and not from_loader
                 ):  # it may be this rank's number of samples
                     self._differing_value = every[0]
+                    differ = differ or at in for_loss
                     others_differ = others_differ or bool(tensor.dim())
                     if not tensor.dim():
                         summed[at] = torch.full_like(plain, sum(v[0] for v in votes.gather([float(plain)])))
@@ -145,6 +157,7 @@ class Comparison:
         if unlike:
             self._interpretations += [(base | alike | unlike, True, False), (base | unlike, True, True)]
         self._rows = rows
+        self._same = votes.everyone(distinct and not differ and self._differing_number is None)
         return ""
 
     def _by_index(self, parts: list[Tensor], count: int, *, read_out: bool) -> Tensor | None:
@@ -256,6 +269,8 @@ class Comparison:
         before weighting."""
         if self.unknown:
             return Difference(unknown=self.unknown)
+        if self._same:
+            return Difference()
         votes, ranks = self._votes, self._votes.num_ranks
         share = self._weight / ranks
         best: Difference | None = None

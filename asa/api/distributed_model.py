@@ -26,12 +26,13 @@ from asa.api.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, OTHER_ROWS, UPDATE
-from asa.api.losses import Terms, follow_backwards, mark_output, record_call
+from asa.api.losses import Terms, follow_backwards, mark_output, record_call, whole_parameters
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
 from asa.api.notes import drawing
 from asa.api.numbers import patch_sharded_tensors
+from asa.api.optimizers import hand_over
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.parameter_tools import understood_by_torch as tools_understood_by_torch
 from asa.api.rank_context import RankContext
@@ -173,6 +174,9 @@ class DistributedModel(ModelInterface):
                 "torch.func transforms (grad, vmap, jvp) give a rank what its own samples make of its own part of the "
                 "model; use loss.backward() and p.grad, or compute that in a plain copy: load model.state_dict()"
             )
+        if parallel is not None and parallel.called:
+            return self.call(None, args, options)
+        given = args, options
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
         self._check_recomputing(None)
@@ -180,25 +184,23 @@ class DistributedModel(ModelInterface):
             record_call(self)
             return self.parts[0](*args, **options)
         self._prepared()
-        if parallel.called:
-            return self.call(None, args, options)
         x = args[0] if len(args) == 1 and not options else None
         if not isinstance(x, Tensor):
             call = plain(self.origin, args, options)
             x = call.tensor
             if x is None:
                 self.run_whole(f"it is called with {call}")
-                return self.call(None, args, options)
+                return self.call(None, *given)
         traced = parallel.components[0].input_shape
         if not self._independent and x.dim() != 1 + len(traced):
             # Splits and exchanges were traced for inputs with this number of dimensions.
             self.run_whole(f"it is called with {Call((x,))}, and was planned for {['N', *traced]}")
-            return self.call(None, args, options)
+            return self.call(None, *given)
         try:
             total, weight, first = self._total(len(x), x)
         except Uneven as error:
             self.run_whole(str(error))
-            return self.call(None, args, options)
+            return self.call(None, *given)
         factor = self._weight_of_outputs(weight, total)
         self.__dict__["output_factor"] = factor
         self._count(total, weight)
@@ -246,7 +248,7 @@ class DistributedModel(ModelInterface):
         parallel, share = self.parallel, self.share
         assert parallel is not None
         self._check_recomputing(method)
-        args, options = self._handed(args, options)
+        args, options = moved(self._handed(args, options), self.rank_context.device)
         self._prepared()
         candidates = lengths((args, options))
         share_rows = None if share is None or not self.learns else len(share.rows)
@@ -419,9 +421,13 @@ class DistributedModel(ModelInterface):
                 "what it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
             )
         # Layers that the components lack are still those of the original.
-        training, before = self.training, {**dict(self.origin.named_parameters()), **dict(self.named_parameters())}
+        training = self.training
+        lists = [list(m.named_parameters(remove_duplicate=False)) for m in (self.origin, self)]
         self.adopt(self.rebuild_whole(self, why))
-        retire(before, dict(self.named_parameters(remove_duplicate=False)))
+        now = dict(self.named_parameters(remove_duplicate=False))
+        for before in map(dict, lists):
+            hand_over(before, now)
+            retire(before, now)
         self.__dict__["rebuild_whole"] = None
         self.remember()
         self.train(training)
@@ -597,6 +603,8 @@ class DistributedModel(ModelInterface):
         }
         watch_registrations(self)
         follow_backwards()
+        if self.in_step is not None:  # a loop may write gradients without a backward
+            self.in_step.graded(whole_parameters(self)[0])
 
     def _warn_of_hooks(self) -> None:
         """Warn once of a hook on a layer that was added behind the call: one on gradients sees those of this rank, and

@@ -15,10 +15,10 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class InStep:
         """Whether the loop called the model once for each sample of this rank in the last batch; whether it does on any
         rank (equal on all). Ranks then need equal numbers of samples."""
         self._trusted = 0
-        self._graded: list[tuple[nn.Parameter, tuple[int, int]]] = []
+        self._graded: list[tuple[nn.Parameter, Callable[[], Tensor | None], int]] = []
         self._written: list[Tensor] = []
         """Sizes of gradients that the loop wrote since they were compared last."""
         self._counted: WeakSet[Optimizer] = WeakSet()
@@ -102,17 +102,21 @@ class InStep:
 
     def graded(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of ``parameters``, which a backward made equal on all ranks."""
-        self._graded = [(p, _version(p)) for p in parameters]
+        self._graded = [(p, *_version(p)) for p in parameters]
 
     @torch.no_grad()
     def _updating(self, *_: Any) -> None:
         """Note gradients that were written since the backward."""
-        changed = [(p, now) for p, before in self._graded if (now := _version(p)) != before and p.grad is not None]
-        gradients = [p.grad.reshape(-1)[:_ELEMENTS] for p, _ in changed if p.grad.layout is torch.strided]  # type: ignore[union-attr]
+        now = [(p, *_version(p)) for p, *_ in self._graded]
+        changed = [
+            p.grad
+            for (p, before, version), (_, _, later) in zip(self._graded, now, strict=True)
+            if p.grad is not None and (before() is not p.grad or version != later)
+        ]
+        gradients = [g.reshape(-1)[:_ELEMENTS] for g in changed if g.layout is torch.strided]
         if gradients:
             self._written.append(torch.stack([g.norm() for g in gradients]).double().nan_to_num(0, 0, 0).sum())
-            known = dict(changed)
-            self._graded = [(p, known.get(p, before)) for p, before in self._graded]
+            self._graded = now
 
     def _updated(self, *_: Any) -> None:
         self.updates += 1
@@ -361,10 +365,15 @@ def number_of(settings: object) -> int:
     return zlib.crc32(repr(settings).encode())
 
 
-def _version(p: nn.Parameter) -> tuple[int, int]:
-    """What becomes another number when the gradient of ``p`` is replaced or written."""
+def _version(p: nn.Parameter) -> tuple[Callable[[], Tensor | None], int]:
+    """The gradient of ``p``, by a weak reference, because another may get its address; and the number of times that it
+    was written."""
     gradient = p.grad
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+    return (_nothing, 0) if gradient is None else (ref(gradient), gradient._version)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _plain(value: Any) -> Any:

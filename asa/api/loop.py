@@ -269,7 +269,8 @@ def parallelize(
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, distributed.views)
-    if outside and plan == "auto" and spare is not None and (not strategies or set(strategies) & set(DATA)):
+    data_allowed = all_independent if plan != "auto" else not strategies or bool(set(strategies) & set(DATA))
+    if outside and spare is not None and data_allowed:
         distributed.run_whole(f"its forward does not read {outside[0]}, which the optimizer updates")
     elif outside:
         warnings.warn(

@@ -218,7 +218,7 @@ def _is_whole(spec: Any) -> bool:
     return all(isinstance(placement, Replicate) for placement in spec.placements)
 
 
-def _whole_parameters(model: LearningModel) -> tuple[list[nn.Parameter], set[int]]:
+def whole_parameters(model: LearningModel) -> tuple[list[nn.Parameter], set[int]]:
     """The parameters that all ranks have whole, and whose gradients a backward averages over all of them; identities of
     the others that ranks have whole, in components with a layout of their own."""
     parallel = model.parallel
@@ -243,7 +243,7 @@ def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[A
     outputs are weighed. Where they are not averaged afterwards, they are here. Returns handles to remove afterwards."""
     if not leaves or model.parallel is None or model.rank_context.ranks == 1:
         return []
-    averaged, others = _whole_parameters(model)
+    averaged, others = whole_parameters(model)
     ids = set(map(id, averaged)) if model.output_factor != 1 else set()
     weigh, average = _times_at(model.output_factor), _averaged_at(model)
     handles = []
@@ -412,7 +412,7 @@ def follow_backwards() -> None:
                 for handle in beside:
                     handle.remove()
             if called.in_step is not None:
-                called.in_step.graded(_whole_parameters(called)[0])
+                called.in_step.graded(whole_parameters(called)[0])
             if called.watch is not None:
                 called.watch.stepped(full=called.full)
 

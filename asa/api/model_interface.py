@@ -252,8 +252,8 @@ class ModelInterface(LearningModel):
         if self.parallel is None:
             return []
         raise UsageError(
-            "the model of asa.parallelize is put into DistributedDataParallel (by accelerate's prepare(model)?), "
-            "which would add up gradients once more: leave that out"
+            "the model of asa.parallelize is put into DistributedDataParallel (by accelerate's prepare(model), or a "
+            "trainer?), which would add up gradients once more: leave that out, or train in a loop of your own"
         )
 
     @property

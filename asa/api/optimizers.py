@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,12 +59,24 @@ def check_shared(optimizer: Optimizer) -> None:
 
 def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
     """Other optimizers in this process with parameters of ``model``; a program may use several in its loop."""
-    model_ids = {id(p) for p in model.parameters()}
+    return [o for o in _optimizers_of(model.parameters()) if o is not optimizer]
+
+
+def _optimizers_of(parameters: Iterable[Tensor]) -> list[Optimizer]:
+    """The optimizers in this process that hold some of ``parameters``."""
+    ids = set(map(id, parameters))
     # ``type``, because ``isinstance`` may initialise a lazy object.
-    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and o is not optimizer]
-    return [
-        o for o in optimizers if any(id(p) in model_ids for g in getattr(o, "param_groups", ()) for p in g["params"])
-    ]
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    return [o for o in optimizers if any(id(p) in ids for g in getattr(o, "param_groups", ()) for p in g["params"])]
+
+
+def hand_over(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    """Let optimizers that made no step yet, and hold parameters ``before``, by name, hold those that the model has
+    ``now``."""
+    names = {id(p): name for name, p in before.items() if name in now}
+    for optimizer in _optimizers_of(before.values()):
+        for group in () if optimizer.state else optimizer.param_groups:
+            group["params"] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
 
 
 def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -177,6 +178,17 @@ def samplers(loader: Any) -> dict[str, Any]:
     if isinstance(inner := getattr(batch_sampler, "sampler", None), Sampler):
         named["sampler"] = inner
     return {name: s for name, s in named.items() if s is not None}
+
+
+def sharing_by_rank(loader: Any, rank: int, ranks: int) -> str:
+    """The class of a sampler of ``loader`` that draws the share of one rank: it is torch's, or has this rank's number
+    and the number of ranks among its attributes. Empty if there is none."""
+    for sampler in samplers(loader).values():
+        numbers = {key: value for key, value in getattr(sampler, "__dict__", {}).items() if type(value) is int}
+        of_rank = any("rank" in key and value == rank for key, value in numbers.items())
+        if isinstance(sampler, DistributedSampler) or (ranks > 1 and of_rank and ranks in numbers.values()):
+            return type(sampler).__name__
+    return ""
 
 
 def _checksums(holder: Any, name: str, found: dict[str, int], depth: int) -> None:

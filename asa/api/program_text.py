@@ -81,3 +81,19 @@ def becomes_a_shape(frame: Any) -> bool:
             if name in _SHAPING or name in ("max", "min"):
                 return name in _SHAPING
     return False
+
+
+def cut_by(frame: Any) -> Any:
+    """What a program cuts by the number that it reads in ``frame`` (``kept[:len(x)]``, ``self.kept[:len(x)]``); None if
+    it cuts nothing, or what it cuts has no name."""
+    for each in _above(_at(frame.f_code, frame.f_lasti)):
+        if isinstance(each, ast.Slice):
+            subscript = each.above if not isinstance(each.above, ast.Tuple) else each.above.above  # type: ignore[attr-defined]
+            return _named(getattr(subscript, "value", None), frame)
+    return None
+
+
+def _named(node: ast.AST | None, frame: Any) -> Any:
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    return getattr(_named(node.value, frame), node.attr, None) if isinstance(node, ast.Attribute) else None

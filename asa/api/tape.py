@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.numbers import refuse_by_shards
-from asa.api.program_text import becomes_a_shape, ends_a_loop
+from asa.api.program_text import becomes_a_shape, cut_by, ends_a_loop
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
@@ -109,6 +109,8 @@ class Tape:
     """Whether the program read sizes of a tensor on the tape."""
     size_used: bool = False
     """Whether it did something else with one than to make a shape of it."""
+    cuts_kept: bool = False
+    """Whether it cut a tensor from beside the batch by one."""
     chained: bool = False
     """Whether a call of the model takes outputs of another call, with gradients."""
     hooked: bool = False
@@ -476,7 +478,10 @@ class Watched(Tensor):
             refuse_by_shards(args, options)
         changes = bool(args) and writes(getattr(func, "__name__", ""))
         try:
-            if not all(issubclass(t, Watched) for t in types) and not (changes and isinstance(args[0], Watched)):
+            # Functions that are written in Python count plain tensors among the types.
+            if not all(issubclass(t, Watched) or t is Tensor for t in types) and not (
+                changes and isinstance(args[0], Watched)
+            ):
                 result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
             else:
                 result = _run_plain(func, args, options)
@@ -500,6 +505,9 @@ class Watched(Tensor):
             each.hooked = each.hooked or func is Tensor.register_hook
             if func in _SIZES and not each.size_used and (frame := _reading_frame()) is not None:
                 each.size_read, each.size_used = True, not becomes_a_shape(frame)
+                cut = cut_by(frame)
+                own = isinstance(cut, Watched) and not cut.tape.closed
+                each.cuts_kept = each.cuts_kept or (isinstance(cut, Tensor) and not own)
         if tape is None:
             return _kept(result, args, options)
         if tape.problem:

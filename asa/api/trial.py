@@ -23,6 +23,7 @@ from asa.api.in_step import DECISION, REMEDY
 from asa.api.messages import say
 from asa.api.tape import Readings, Tape, Watched, functions_followed, of_this_rank, watched_in
 from asa.errors import UsageError
+from asa.ir.layout import bounds
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
@@ -50,7 +51,9 @@ class Trial:
         """Whether the batch is small, or of a size for which no loss was compared (equal on all ranks)."""
         self._compared = self._unfinished = 0
         self._reported_reasons: set[str] = set()
-        self._hooks = self._warned_of_sizes = self._said_of_counts = False
+        self._hooks = self._warned_of_sizes = self._said_of_counts = self._said_of_places = False
+        self._cut_at = 0
+        """Number of samples of the first batch by which a tensor from beside it was cut."""
         self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written, self._decide)
         self._decides = False
         """Whether a loop goes on by an answer of all samples: then batches are recorded for ever."""
@@ -233,6 +236,16 @@ class Trial:
                 say(model.rank_context, f"the program asks how many samples a batch has, and gets {num_samples} of "
                     f"{share.total}, this rank's: what it counts or sets by that (samples seen, a rate, an interval) "
                     "is other than on one device; asa.reduce(len(x), 'sum') is the number of all")  # fmt: skip
+        if tape is not None and tape.cuts_kept and model is not None:
+            self._cut_at = self._cut_at or share.total
+            places = {
+                tuple(bounds(n, self._ranks, r)[0] for r in range(self._ranks)) for n in (self._cut_at, share.total)
+            }
+            if len(places) > 1 and not self._said_of_places:
+                self._said_of_places = True
+                say(model.rank_context, "the program cuts a tensor from beside the batch by the number of samples "
+                    f"(kept[:len(x)]), and in a batch of {share.total} ranks begin at other places than in one of "
+                    f"{self._cut_at}: a rank's rows of it are those of other samples than on one device")  # fmt: skip
         if (
             self._warned_of_sizes
             or model is None
@@ -244,8 +257,8 @@ class Trial:
         self._warned_of_sizes = True
         say(model.rank_context, f"a batch of {share.total} samples "
             f"{'is one a rank' if learned else 'had no backward'}, and the program asks how many there are: what it "
-            f"decides by that (len(x) > 1, len(x) == batch_size) one device decides by {share.total}, and this rank by "
-            f"its {num_samples}")  # fmt: skip
+            f"makes of that (len(x) > 1, loss * len(x)) one device makes of {share.total}, and this rank of its "
+            f"{num_samples}")  # fmt: skip
 
     def _close(self) -> None:
         """Stop recording. Tensors of the batch behave like any others from here on."""

@@ -95,6 +95,7 @@ def table() -> dict[str, Program]:
     from benchmarks.program_table import (  # noqa: F401
         adversary,
         batches,
+        frameworks,
         further,
         habits,
         held,
@@ -105,6 +106,7 @@ def table() -> dict[str, Program]:
         networks,
         outside,
         public,
+        published,
         scripts,
         strange,
         trainers,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asa.errors import UsageError
-from asa.sharding.split.part import Call, TensorPart, handles, matched, parts_in, refuse, wrapped
+from asa.sharding.split.part import Call, TensorPart, beside_whole, handles, matched, parts_in, refuse, wrapped
 
 _NAMES = """
     abs absolute neg negative positive sign sgn sqrt rsqrt square reciprocal exp exp2 expm1 log log1p log2 log10
@@ -46,10 +45,8 @@ def elementwise(call: Call) -> Any:
     if call.name in ("to", "type_as") and call.args[0] is not lead and not isinstance(call.args[0], TensorPart):
         return call.args[0].to(device=lead.device, dtype=lead.dtype)
     if call.in_place and not isinstance(call.args[0], TensorPart):
-        raise UsageError(
-            f"{call.name} would write a tensor that ranks hold in parts into a tensor that is not split: make the "
-            "other tensor by torch.zeros_like(p) or p.detach().clone()"
-        )
+        more = {key: beside_whole(call.name, v) for key, v in call.options.items()}
+        return call.func(*(beside_whole(call.name, a) for a in call.args), **more)
     args = [matched(a, lead) for a in call.args]
     result = call.func(*args, **{key: matched(v, lead) for key, v in call.options.items()})
     return call.args[0] if call.in_place else wrapped(result, lead)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from asa.errors import UsageError
 from asa.sharding.split.elements import ELEMENTWISE
-from asa.sharding.split.part import Call, TensorPart, handles, held_of, matched, refuse, wrapped
+from asa.sharding.split.part import Call, TensorPart, beside_whole, handles, held_of, matched, refuse, wrapped
 from asa.sharding.split.totals import norms
 
 
@@ -19,13 +18,10 @@ def elementwise_each(call: Call) -> Any:
     def matched_values(values: Any) -> Any:
         if not isinstance(values, list | tuple):
             return refuse(call.name, values.parted) if isinstance(values, TensorPart) else values
-        for value, leader in zip(values, first, strict=True):
-            if isinstance(value, TensorPart) and not isinstance(leader, TensorPart):
-                raise UsageError(
-                    f"{call.name} combines a tensor that ranks hold in parts with one that they hold whole"
-                )
-        pairs = zip(values, first, strict=True)
-        return [matched(v, leader) if isinstance(leader, TensorPart) else v for v, leader in pairs]
+        return [
+            matched(v, leader) if isinstance(leader, TensorPart) else beside_whole(call.name, v)
+            for v, leader in zip(values, first, strict=True)
+        ]
 
     more = {key: matched_values(v) for key, v in call.options.items()}
     results = call.func([held_of(t) for t in first], *map(matched_values, rest), **more)

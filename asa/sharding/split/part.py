@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
 from asa.sharding.of_rank import followed
-from asa.sharding.split.wire import Split, averaged, gathered
+from asa.sharding.split.wire import Split, averaged, gathered, whole
 
 
 @dataclass(frozen=True)
@@ -246,6 +246,22 @@ def matched(value: Any, to: TensorPart) -> Any:
     if not value.dim() or not isinstance(target, DTensor) or isinstance(value, DTensor):
         return value
     return DTensor.from_local(value, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False)
+
+
+def beside_whole(name: str, value: Any) -> Any:
+    """``value`` to be combined with a whole tensor that ``name`` returns or writes: parts are gathered (collective).
+
+    Raises:
+        UsageError: the part is differentiated.
+    """
+    if not isinstance(value, TensorPart):
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        raise UsageError(
+            f"{name} would write a tensor that ranks hold in parts, with gradients, into one that is not split: use "
+            "p.detach(), or torch.no_grad()"
+        )
+    return whole(value.held, value.parted)
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:

@@ -71,6 +71,14 @@ def summed(x: Tensor, split: Split) -> Tensor:
     return buffer.to(x.device, x.dtype)
 
 
+def whole(part: Tensor, split: Split) -> Tensor:
+    """The whole tensor of which this rank has ``part`` (collective)."""
+    part = gathered(part)
+    full = part.new_zeros([split.length if dim == split.dim else length for dim, length in enumerate(part.shape)])
+    split.shard.paste(full, part.detach(), split.axis.index)
+    return summed(full, split)
+
+
 @torch.no_grad()
 def largest(x: Tensor, split: Split) -> Tensor:
     """Maximum of ``x`` over the ranks (collective); NaN if any rank has NaN, which the collective itself would lose."""
