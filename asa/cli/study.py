@@ -231,7 +231,7 @@ def _block(
     block_args = _block_arguments(args, block)
     try:
         if block.mode == "predicted":
-            results, _ = study_runners.predict(block, block_args, console)
+            results = study_runners.predict(block, block_args, console)
             _store_rows(rows, block, block.strategies, args, name, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))

@@ -163,14 +163,14 @@ def _settings(args: Arguments, plan: Plan, out: Path, *, pretended: bool) -> Tra
 def work_of(plan: Plan, console: Console) -> Work | None:
     """FLOPs of a sample and of a device, for MFU; None if the profile or the cluster of the plan is missing."""
     from asa.cli.choose import origins
-    from asa.cli.comparison import flops_per_sample, peak_flops
+    from asa.cli.comparison import flops_per_sample
     from asa.executor.training.logs import Work
 
     try:
         profile, cluster = origins(plan, console)
     except AsaError:
         return None
-    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=peak_flops(cluster, plan.precision))
+    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=cluster.device.peak_flops(plan.precision))
 
 
 def save_timelines(plan: Plan, out: Path, console: Console) -> str:
