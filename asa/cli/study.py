@@ -86,9 +86,9 @@ def run(args: Arguments, console: Console) -> None:
         write()
     written = _write(study, args, rows, folder, name)
     from asa.report import study as report
-    from asa.report import study_files
+    from asa.report import study_page
 
-    paths = study_files.write(written, folder)
+    paths = study_page.write(written, folder)
     console.result(codec.document(written), lambda: report.render(written))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
 
