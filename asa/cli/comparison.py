@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asa.cli import choose, emulated, places
+from asa.cli import choose, emulated
 from asa.cli.bench_setup import STRATEGIES, DeviceType
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
@@ -24,6 +24,7 @@ from asa.ir.intervals import FEWEST, median_interval
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
+from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.executor.measuring.benchmark import Cell
@@ -84,7 +85,7 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
             contest.why_not[strategy] = str(error)
             continue
         contest.plans[strategy] = plan
-        codec.save(plan, folder / "plans" / f"{places.slug(model)}.{places.slug(strategy)}.json")
+        codec.save(plan, folder / "plans" / f"{slug(model)}.{slug(strategy)}.json")
         contest.sealed.append(
             nouns.SealedPlan(
                 model=model,

@@ -23,6 +23,7 @@ from asa.ir import codec, units
 from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
+from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.cli.study_runners import Results, Site
@@ -271,7 +272,7 @@ def _site(
     profile, origin = choose.profile_here(args, console, block.model, device, block.gpus, limit_s=limit)
     console.say(f"asa: {block.model}: {origin}")
     remaining_s = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
-    folder_name = places.slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
+    folder_name = slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
     return Site(block=block, args=args, console=console, device=device, profile=profile, cluster=cluster,
                 folder=folder / "blocks" / folder_name, budget_s=remaining_s)  # fmt: skip
 

@@ -25,6 +25,7 @@ from asa.ir.consistency import DisciplineName
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
+from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
@@ -81,7 +82,7 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> Results:
         except (UsageError, InfeasibleError) as error:
             refused[strategy] = str(error).partition("; one of ")[0]  # the same on any number of ranks
             continue
-        codec.save(contest.plans[strategy], site.folder / "plans" / f"{places.slug(strategy)}.json")
+        codec.save(contest.plans[strategy], site.folder / "plans" / f"{slug(strategy)}.json")
     if contest.plans:
         c.measure(contest, site.args, site.console, site.device, site.budget_s, site.images, max(block.epochs))
     results: Results = {r.strategy: r for r in c.results(site.args, contest)}
@@ -134,7 +135,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
 
     replan = strategy == REPLANNED
     places.keep_origins(site.profile, site.cluster)
-    folder = site.folder / places.slug(strategy)
+    folder = site.folder / slug(strategy)
     with owned(folder, resume=True):  # what an ended study has left: a cell is one run from its start to its end
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         (folder / LOG).unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
 from asa.launch.devices import check_cuda
+from asa.profiler.paths import slug
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -251,7 +252,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
                 if (Path(args.out) / "log.jsonl").is_file():
                     console.say(f"asa: {args.out} has a run that ended before its first epoch; its log is continued")
         path, plan = planned_here.planned(args, console) if has_model else places.newest_plan(args.plan)
-        out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
+        out = Path(args.out) if args.out else places.new_folder(places.TRAINING, slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
         return path, plan, out
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime)

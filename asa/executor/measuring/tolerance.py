@@ -1,9 +1,9 @@
-"""Errors of tensors, and the verdict on a plan with compressed gradients, whose training differs from that on one device
-by construction.
+"""Errors of tensors, and the verdict on a plan with compressed gradients.
 
-In that verdict, errors are those of all gradients and of all weights, each as one vector, and not tensor by tensor. Where addends cancel
-between ranks (the gradient of a bias before BatchNorm), the rounding errors of the addends remain, and the relative
-error of that tensor means nothing.
+Training with compressed gradients differs from that on one device by construction. Errors in its verdict are those of
+all gradients and of all weights, each as one vector, and not tensor by tensor. Where addends cancel between ranks (the
+gradient of a bias before BatchNorm), the rounding errors of the addends remain, and the relative error of that tensor
+means nothing.
 """
 
 from __future__ import annotations
