@@ -280,8 +280,7 @@ def _cell(folder: Path, sealed: Cell, used: Plan, rows: list[Cell], *, again: bo
 
 def record(folder: Path, found: list[Cell], *, again: bool) -> dict[str, Any]:
     """The document of a grid, with the machine it is of."""
-    cluster = codec.load(Cluster, next(folder.glob("profiles/cluster.*.json")))
-    machine = bench_setup.environment("cpu", cluster, max(c["ranks"] for c in found))
+    machine = bench_setup.machine("cpu", max(c["ranks"] for c in found))
     sealed = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("sealed/*.json"))]
     left_out = {f"{s['model']}.{s['global_batch']}": s["left_out"] for s in sealed if s["left_out"]}
     return {

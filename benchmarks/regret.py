@@ -367,7 +367,7 @@ def main() -> None:
     cells = [json.loads(p.read_text(encoding="utf-8")) for p in sorted((args.folder / "cells").glob("*.json"))]
     show(cells)
     if args.output is not None:
-        machine = codec.to_data(bench_setup.machine("cpu", max(c["ranks"] for c in cells), "gloo"))
+        machine = codec.to_data(bench_setup.machine("cpu", max(c["ranks"] for c in cells)))
         document = {"schema_version": 1, "environment": machine, "megabits": args.megabits, "scores": scores(cells),
                     "cells": cells}  # fmt: skip
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

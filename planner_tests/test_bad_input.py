@@ -109,7 +109,7 @@ BENCH = ("bench", "--device", "cpu", "--gpus", "2", "--models", "cnn", "--cluste
     [
         (("--strategies", "ddp,dpp"), 2, "no strategy 'dpp'"),
         (("--models", "cnn,resnet5O"), 2, "resnet50"),
-        (("--classes", "10"), 2, "cifar100 has 100 classes, the model distinguishes 10; try --classes 100"),
+        (("--classes", "10"), 2, "cifar100 has 100 classes, the model has 10; try --classes 100"),
         (("--global-batch", MANY), 2, "larger than the 5000"),
         (("--cluster", "a100-nvlink-8"), 2, "8 cuda devices, this command runs on 2 of cpu"),
         (("--cluster", "box", "--gpus", "3"), 2, "box has 2 cpu devices"),

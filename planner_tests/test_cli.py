@@ -489,7 +489,7 @@ def test_what_cannot_be_is_refused_before_torch_is_imported(elsewhere):
         (5, "train gpus.json", "the plan needs 2 CUDA devices, this machine has 0; train with --device cpu"),
         (5, "verify gpus.json", "the plan needs 2 CUDA devices, this machine has 0; verify with --device cpu"),
         (2, "train plan.json --data nowhere:factory", "no module 'nowhere'"),
-        (2, "train plan.json", "cifar100 has 100 classes, the planned model has 10"),
+        (2, "train plan.json", "cifar100 has 100 classes, the model has 10"),
         (2, "train cnn --gpus 9999", "the most is"),
         (2, "train cnn --cluster nowhere", "no cluster 'nowhere'"),
         (2, "bench --models cnn --strategies nosuch", "no strategy 'nosuch'"),

@@ -297,7 +297,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
         ),
         (plan, dataclasses.replace(resumed, seed=1), UsageError, "made with seed 0, this run has 1"),
         (plan, dataclasses.replace(resumed, optimizer="adamw"), UsageError, "made with optimizer sgd"),
-        (dataclasses.replace(plan, num_classes=9), resumed, UsageError, "has 10 classes, the planned model has 9"),
+        (dataclasses.replace(plan, num_classes=9), resumed, UsageError, "has 10 classes, the model has 9"),
         (dataclasses.replace(plan, device_type="cuda"), resumed, UnavailableError, "needs 1 CUDA device"),
     ]
     if torch.cuda.device_count():

@@ -63,7 +63,7 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
     if args.cluster:
         cluster_here(args, console, device, gpus)
     if args.classes is not None:
-        _check_classes(args.data, specs.CLASSES.get(args.data, 0), args.classes)
+        specs.check_classes(args.data, specs.CLASSES.get(args.data, 0), args.classes, remedy="try")
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     for discipline in map(parse, filter(is_discipline, args.strategies or ())):
         if discipline.name == "hogwild" or discipline.quorum is not None:
@@ -114,18 +114,11 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
     Raises:
         UsageError: the data have too many classes or too few samples.
     """
-    _check_classes(args.data, train.num_classes, num_classes)
+    specs.check_classes(args.data, train.num_classes, num_classes, remedy="try")
     if global_batch > len(train):
         raise UsageError(
             f"a global batch of {global_batch} is larger than the {len(train)} training samples of {args.data}; "
             f"try --global-batch {len(train)}"
-        )
-
-
-def _check_classes(data: str, has: int, model_has: int) -> None:
-    if has > model_has:
-        raise UsageError(
-            f"{data} has {has} classes, the model distinguishes {model_has}; try --classes {has}, or other --data"
         )
 
 
@@ -186,13 +179,8 @@ def _with_fewer_classes(images: ImageSet, classes: int) -> dict[str, Any]:
     return replacements | ({"images": images.images % classes} if len(images.shape) == 1 else {})
 
 
-def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
-    """Description of this machine."""
-    return machine(device, gpus, cluster.backend)
-
-
-def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> nouns.BenchEnvironment:
-    """Description of this machine with ``gpus`` ranks on ``backend``."""
+def machine(device: DeviceType, gpus: int) -> nouns.BenchEnvironment:
+    """Description of this machine, for documents of a run with ``gpus`` ranks."""
     import torch
 
     from asa.profiler.machine import device_record
@@ -202,7 +190,7 @@ def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> 
         device_name=device_record(torch.device(device)).name,
         num_devices=gpus,
         cpu_cores=usable_cores(),
-        backend=backend,
+        backend="nccl" if device == "cuda" else "gloo",
         python_version=platform.python_version(),
         torch_version=torch.__version__,
         asa_version=asa.__version__,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,11 +62,6 @@ class ModelBench:
         return sorted(plans.values(), key=lambda p: p.prediction.step_time_s)
 
 
-def now() -> str:
-    """Current time in the form used by documents."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> ModelBench:
     """Profile the model if necessary, plan every strategy, and store the plans."""
     if isinstance(args.device, EmulatedName):
@@ -95,7 +89,7 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
                 profile_created=profile.provenance.created,
                 cluster=cluster.name,
                 cluster_fingerprint=plan.cluster_fingerprint,
-                written=now(),
+                written=codec.now(),
             )
         )
     contest.scaling = _scaling(args, contest, gpus)

@@ -36,7 +36,7 @@ def run(args: Arguments, console: Console) -> None:
     if args.given("models"):
         claimed = of_models(claimed, args.models)
     device, count = bench_setup.device_of(args)
-    machine = environment(device, count)
+    machine = bench_setup.machine(device, count)
     matching = [s for s in claimed if matches(s, machine)]
     contests = [list(g) for _, g in groupby(sorted(matching, key=_order), key=_order)]
     cells: list[CheckedCell] = []
@@ -78,11 +78,6 @@ def every(folder: Path) -> list[Seal]:
     if not seals:
         raise InvalidInputError(f"no sealed predictions in {folder}/; name their folder with --sealed")
     return seals
-
-
-def environment(device: bench_setup.DeviceType, count: int) -> BenchEnvironment:
-    """Description of this machine as in bench documents."""
-    return bench_setup.machine(device, count, backend="nccl" if device == "cuda" else "gloo")
 
 
 def matches(seal: Seal, machine: BenchEnvironment) -> bool:

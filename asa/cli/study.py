@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import asa
-from asa.cli import bench_setup, places, study_grid
-from asa.cli import comparison as c
+from asa.cli import bench_setup, choose, places, study_grid
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
@@ -27,6 +26,7 @@ from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.cli.study_runners import Results, Site
+    from asa.ir.cluster import Cluster
     from asa.ir.profile import Profile
 
 FILE = "study.json"
@@ -45,8 +45,9 @@ def run(args: Arguments, console: Console) -> None:
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
     device, max_ranks = _local_devices(args)
-    predicts_all = _is_other_machine(args, device)
-    study = study_grid.define(args, most=0 if predicts_all else max_ranks, cluster_gpus=_cluster_size(args))
+    cluster = choose.named_cluster(args.cluster) if args.cluster else None
+    most = 0 if cluster is not None and _is_other_machine(cluster, device) else max_ranks
+    study = study_grid.define(args, most=most, cluster_gpus=None if cluster is None else cluster.num_devices)
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
     _check(args, study)
@@ -150,22 +151,10 @@ def _device_name(device: bench_setup.DeviceType) -> str:
     return device_record(torch.device(device)).name
 
 
-def _is_other_machine(args: Arguments, device: bench_setup.DeviceType) -> bool:
-    """Whether the named cluster has other devices than this machine, so that all cells are predicted for it."""
-    if not args.cluster:
-        return False
-    from asa.cli.choose import named_cluster
-
-    named = named_cluster(args.cluster).device
+def _is_other_machine(cluster: Cluster, device: bench_setup.DeviceType) -> bool:
+    """Whether ``cluster`` has other devices than this machine, so that all cells are predicted for it."""
+    named = cluster.device
     return named.type != device or (device == "cuda" and named.name != _device_name(device))
-
-
-def _cluster_size(args: Arguments) -> int | None:
-    if not args.cluster:
-        return None
-    from asa.cli.choose import named_cluster
-
-    return named_cluster(args.cluster).num_devices
 
 
 def _stored_study(folder: Path) -> Study | None:
@@ -263,7 +252,6 @@ def _site(
     budget_s: float,
 ) -> Site:
     """Links and profile of a block, measured if necessary; the rest of its budget is for measuring."""
-    from asa.cli import choose
     from asa.cli.study_runners import Site
 
     began = time.monotonic()
@@ -328,7 +316,7 @@ def _store_rows(
                 continue  # a run that the budget ended is better than none
             shortened = None if result is None or state == "refused" else _until(result, cell.epochs)
             rows[cell] = StudyRow(
-                cell=cell, state=state, result=shortened, why=reason, data_source=source, created=c.now(),
+                cell=cell, state=state, result=shortened, why=reason, data_source=source, created=codec.now(),
                 samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes,
                 oversubscribed=is_oversubscribed, asa_version=asa.__version__,
                 notes=notes if state == "measured" else (),
@@ -351,7 +339,7 @@ def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], 
             rows[row.cell] = row
     cells = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
     written = Study(
-        name=study.name, title=study.title, created=c.now(), published=study.published,
+        name=study.name, title=study.title, created=codec.now(), published=study.published,
         rows=tuple(rows[cell] for cell in dict.fromkeys((*cells, *rows)) if cell in rows),
         differs=study.differs, target=args.target_accuracy, price=args.price,
     )  # fmt: skip
@@ -401,7 +389,6 @@ def _estimate(
     profiled: set[tuple[str, int]],
 ) -> tuple[float, str]:
     """Estimated seconds of the open cells of a block, and the basis of the estimate."""
-    from asa.cli import choose
     from asa.cli.estimates import traced_before
 
     block_args = _block_arguments(args, block)

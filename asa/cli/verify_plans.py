@@ -129,7 +129,7 @@ def _measured(
 ) -> Measured:  # fmt: skip
     from asa.report.plan import summary
 
-    machine = bench_setup.environment(cluster.device.type, cluster, max(p.num_ranks for p in plans))
+    machine = bench_setup.machine(cluster.device.type, max(p.num_ranks for p in plans))
 
     def confidence(belief: Belief, plan: int) -> Confidence:
         from asa.planner.answer.posterior import DRAWS

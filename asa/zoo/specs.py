@@ -71,14 +71,14 @@ def check_there(spec: str) -> None:
         raise UnavailableError(lacking(_NEEDED[origin], f"--data {spec}"))
 
 
-def check_classes(spec: str, has: int, model_has: int) -> None:
-    """Check that a planned model with ``model_has`` classes can be trained on ``spec``, which ``has`` so many.
+def check_classes(spec: str, has: int, model_has: int, *, remedy: str = "profile it with") -> None:
+    """Check that a model with ``model_has`` classes can be trained on ``spec``, which ``has`` so many. ``remedy``: the
+    words before the option that gives the model more.
 
     Raises:
         UsageError: it has too few.
     """
     if has > model_has:
         raise UsageError(
-            f"{spec} has {has} classes, the planned model has {model_has}; profile it with --classes {has}, or train "
-            "on other --data"
+            f"{spec} has {has} classes, the model has {model_has}; {remedy} --classes {has}, or take other --data"
         )
