@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asa.cli import bench_setup
-from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.cost.machine.nearest import same_gpu
@@ -45,7 +44,7 @@ def run(args: Arguments, console: Console) -> None:
         console.say(f"asa: {number} of {len(contests)}: {claim.plan.model_spec}, batch {claim.plan.global_batch}")
         cells += measured(args, group, args.budget / len(contests))
     check = SealedCheck(
-        created=now(),
+        created=codec.now(),
         environment=machine,
         sealed=len(claimed),
         machines=tuple(dict.fromkeys(s.claim.machine for s in claimed)),

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from asa.errors import WorkersFailedError
 from asa.executor.model.offload import updated_in
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import LocalTensor, local_tensors, restored, stored
+from asa.executor.model.state import LocalTensor, counted_on_device, local_tensors, restored, stored
 from asa.executor.model.votes import Votes
 from asa.ir.region import Box, Region, as_region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
@@ -237,10 +237,8 @@ def _memory_for(
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
     parameter = updated_in(optimizer, items[name].tensor)
-    # Fused kernels read AdamW's step on the device; loops read it on the host.
-    on_device = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_on_device = any(p is parameter for parameters in on_device for p in parameters)
-    on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or counted_on_device)
+    has_steps = id(parameter) in counted_on_device(optimizer)
+    on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or has_steps)
     return torch.empty(extent(region), dtype=one.dtype, device="cpu" if on_host else local(parameter).device)
 
 
