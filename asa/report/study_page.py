@@ -89,8 +89,8 @@ def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -
         page.html_table("Every cell of the study", tuple(words.TABLE_COLUMNS[i] for i in indices), table),
         *(
             [
-                "<h2>Beside what was published</h2>",
-                page.html_table(f"Figures of others: {sources}", columns, published_rows),
+                "<h2>Compared with published results</h2>",
+                page.html_table(f"Published in: {sources}", columns, published_rows),
             ]
             if published_rows
             else []
@@ -139,12 +139,12 @@ def _learning(rows: list[Figures]) -> tuple[Chart, Chart, Chart]:
     )  # fmt: skip
     over_time = replace(
         over_epochs, name="accuracy_time", title="Validation accuracy over training time",
-        caption="Seconds of steps and waiting for data; validation and the turns of others are not counted.",
+        caption="Seconds of steps and of waiting for data, without validation and the turns of other strategies.",
         draw=drawing.accuracy_over_time,
     )  # fmt: skip
     loss = replace(
         over_epochs, name="loss", title="Validation loss over epochs", draw=drawing.loss,
-        caption="The loss tells learning where accuracy is still near chance.",
+        caption="The loss shows learning while accuracy is still near that of guessing.",
     )  # fmt: skip
     return over_epochs, over_time, loss
 
@@ -171,7 +171,7 @@ def _scatter(rows: list[Figures]) -> Chart:
     ]  # fmt: skip
     return Chart(
         name="predicted_measured", title="Predicted against measured step time",
-        caption="The grey band is within 10 %. Lines: the interval of the prediction.",
+        caption="Inside the grey band the error is at most 10 %. Lines: the interval of the prediction.",
         columns=("panel", "strategy", "measured_s", "predicted_s", "low_s", "high_s"), rows=tuple(chart_rows),
         draw=drawing.predicted_measured,
     )  # fmt: skip
