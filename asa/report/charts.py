@@ -81,8 +81,8 @@ def predicted_measured(bench: Bench) -> Chart:
     return Chart(
         name="predicted_measured",
         title="Predicted against measured",
-        caption="One point for each cell, with the 90 % interval of its prediction. Inside the grey band the error is at "
-        "most 10 %.",
+        caption="One point for each cell, with the 90 % interval of its prediction. Inside the grey band the error is "
+        "at most 10 %.",
         columns=("model", "strategy", "measured_s", "predicted_s", "low_s", "high_s"),
         rows=tuple(rows),
         draw=drawing.predicted_measured,
@@ -153,8 +153,8 @@ def accuracy(bench: Bench) -> Chart:
     return Chart(
         name="accuracy",
         title="Validation accuracy over epochs",
-        caption="Data, order, dropout masks and seed are the same for every strategy, so different curves mean different "
-        "numerics.",
+        caption="Data, order, dropout masks and seed are the same for every strategy, so different curves mean "
+        "different numerics.",
         columns=("model", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
         draw=drawing.accuracy,
