@@ -40,7 +40,6 @@ from foreseen import choices, naive, scores, show
 from turns import groups
 
 from asa.cli import bench_setup, options
-from asa.cli.comparison import now
 from asa.cli.heap import start_program_again
 from asa.cost.planned import price_plan
 from asa.errors import InfeasibleError
@@ -121,7 +120,7 @@ class Grid:
         if own != kept:
             shutil.copyfile(own, kept)
         document = {
-            "model": model, "global_batch": batch, "written": now(), "profile": codec.fingerprint(profile),
+            "model": model, "global_batch": batch, "written": codec.now(), "profile": codec.fingerprint(profile),
             "profile_created": profile.provenance.created, "cluster": links.name,
             "plans": {p.strategy: codec.fingerprint(p) for p in plans},
             "groups": [[p.strategy for p in g] for g in made], "left_out": missing,
@@ -200,7 +199,7 @@ class Grid:
             {
                 "strategy": p.strategy, "steps": cell.steps, "anchor": plans[0].strategy,
                 "anchor_s": taken[0].step_time.median, "communication_s": cell.communication_s,
-                "peak_memory": max(cell.peak_memory_bytes or (0,)), "created": now(),
+                "peak_memory": max(cell.peak_memory_bytes or (0,)), "created": codec.now(),
             }
             for p, cell in zip(plans, taken, strict=True)
         ]  # fmt: skip
@@ -280,8 +279,7 @@ def _cell(folder: Path, sealed: Cell, used: Plan, rows: list[Cell], *, again: bo
 
 def record(folder: Path, found: list[Cell], *, again: bool) -> dict[str, Any]:
     """The document of a grid, with the machine it is of."""
-    cluster = codec.load(Cluster, next(folder.glob("profiles/cluster.*.json")))
-    machine = bench_setup.environment("cpu", cluster, max(c["ranks"] for c in found))
+    machine = bench_setup.machine("cpu", max(c["ranks"] for c in found))
     sealed = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("sealed/*.json"))]
     left_out = {f"{s['model']}.{s['global_batch']}": s["left_out"] for s in sealed if s["left_out"]}
     return {

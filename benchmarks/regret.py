@@ -49,7 +49,6 @@ from regret_scores import Row, scores, show
 
 from asa.cli import bench_setup, options
 from asa.cli import verify_plans as verification
-from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.heap import start_program_again
 from asa.errors import AsaError
@@ -178,7 +177,7 @@ class Bench:
             "input_shape": profile.graph.input_shape,
             "ranks": ranks,
             "global_batch": batch,
-            "created": now(),
+            "created": codec.now(),
             "plans_known": len(pool),
             "changes_known": every,
             "plans_run": len(screened),
@@ -367,7 +366,7 @@ def main() -> None:
     cells = [json.loads(p.read_text(encoding="utf-8")) for p in sorted((args.folder / "cells").glob("*.json"))]
     show(cells)
     if args.output is not None:
-        machine = codec.to_data(bench_setup.machine("cpu", max(c["ranks"] for c in cells), "gloo"))
+        machine = codec.to_data(bench_setup.machine("cpu", max(c["ranks"] for c in cells)))
         document = {"schema_version": 1, "environment": machine, "megabits": args.megabits, "scores": scores(cells),
                     "cells": cells}  # fmt: skip
         args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

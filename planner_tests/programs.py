@@ -44,6 +44,17 @@ def classes(count: int, kinds: int, seed: int = 1) -> Tensor:
     return torch.randint(kinds, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+class Named(nn.Module):
+    """Layers with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
 def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The usual loss."""
     return nn.functional.cross_entropy(net(x), y)

@@ -25,7 +25,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.traffic import Adjacent, Share
 from asa.launch import run_ranks
-from asa.profiler import profile_module
+from asa.profiler.measure import profile_module
 from asa.sharding import segment
 from asa.sharding.updates import owners
 from asa.strategies import offered

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -145,9 +146,14 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def docstrings():
     for path in sorted((ROOT / "asa").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -176,7 +182,7 @@ def names_in(tree: ast.AST) -> set[str]:
 def test_cross_references_name_something():
     """Roles such as ``:func:`name``` in docstrings and comments; names of other packages are not looked up."""
     files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "asa").rglob("*.py")}
-    known = {name.removesuffix(".__init__"): names_in(ast.parse(p.read_text())) for name, p in files.items()}
+    known = {name.removesuffix(".__init__"): names_in(tree(p)) for name, p in files.items()}
     anywhere = set().union(*known.values())
 
     def exists(here: str, target: str) -> bool:
@@ -203,7 +209,7 @@ def test_class_names_are_unique_where_plans_are_priced_and_searched():
     found = {}
     for room in ("planner", "cost"):
         for path in sorted((ROOT / "asa" / room).rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
+            for node in tree(path).body:
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     twice = {name: paths for name, paths in found.items() if len(paths) > 1}
@@ -227,7 +233,7 @@ def test_no_file_needs_another_that_needs_it():
     files = {name.removesuffix(".__init__"): path for name, path in files.items() if name != "asa.__init__"}
     needs = nx.DiGraph()
     for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 wanted = {f"{node.module}.{a.name}" for a in node.names} & files.keys() or {node.module}
             elif isinstance(node, ast.Import):

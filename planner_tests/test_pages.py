@@ -181,7 +181,7 @@ def test_the_timeline_of_a_run_marks_changes_of_plan_and_what_was_slow():
         ("expected", 30, promised, None),
     )  # fmt: skip
     said = run_page.first_sentence(story(EVENTS))
-    changed = "the plan was changed once and won 300 ms; something was found slow once."
+    changed = "the plan was changed once and won 300 ms; something became slow once."
     assert said == f"cnn on 2 ranks: 30 steps of 140 ms; {changed}"
 
 

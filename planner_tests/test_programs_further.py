@@ -22,21 +22,10 @@ from asa.errors import UsageError
 from asa.launch import run_ranks
 from asa.sharding.of_rank import Operands
 from asa.tracing.records import numbers_in, understood
-from planner_tests.programs import Program, State, assert_as_alone, classes, epochs, heard_of, numbers
+from planner_tests.programs import Named, Program, State, assert_as_alone, classes, epochs, heard_of, numbers
 
 CE = F.cross_entropy
 COUNT, BATCH = 21, 6
-
-
-class Named(nn.Module):
-    """Layers with names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.first(x)))  # type: ignore[no-any-return]
 
 
 def _usual(net: Any, opt: Any, batches: Any) -> State:

@@ -23,21 +23,10 @@ from asa.api.batches import rows_of
 from asa.api.orders import own_state, put_back
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, classes, distance, epochs, heard_of, numbers, sgd
+from planner_tests.programs import Named, Program, State, classes, distance, epochs, heard_of, numbers, sgd
 
 CE = F.cross_entropy
 COUNT, BATCH = 21, 6
-
-
-class Named(nn.Module):
-    """Layers with names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.first(x)))  # type: ignore[no-any-return]
 
 
 def _by_its_loss(net: Any, opt: Any, batches: Any) -> State:

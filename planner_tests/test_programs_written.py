@@ -19,7 +19,7 @@ import asa
 from asa.api.batches import rows_made
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, assert_as_alone, classes, heard_of, numbers, sgd
+from planner_tests.programs import Named, Program, State, assert_as_alone, classes, heard_of, numbers, sgd
 
 CE = F.cross_entropy
 
@@ -33,17 +33,6 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.tanh(self.mix(self.words(tokens)))
-
-
-class Named(nn.Module):
-    """Layers with names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.first(x)))  # type: ignore[no-any-return]
 
 
 def _tied(net: Any, opt: Any, batches: Any) -> State:

@@ -21,7 +21,7 @@ from asa.ir.plan import Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, parse_pin, plan
 from asa.planner.questions.explain import explain, why_not
-from asa.profiler import profile_module
+from asa.profiler.measure import profile_module
 from asa.sharding.axis import Axis
 from asa.sharding.describe import tensor_split
 from asa.sharding.randomness import make_reproducible

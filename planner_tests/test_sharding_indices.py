@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asa.profiler import profile_module
+from asa.profiler.measure import profile_module
 
 
 class Unpooled(nn.Module):

@@ -22,7 +22,7 @@ from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint
 from asa.ir.study import Published, Study, StudyCell, StudyRow
-from asa.report import drawing, page, study_figures, study_files, study_page, tables
+from asa.report import drawing, page, study_figures, study_page, tables
 from asa.report import study as report
 from asa.strategies import offered
 
@@ -181,7 +181,7 @@ def test_tables_hold_every_cell_and_escape_what_is_special(tmp_path, monkeypatch
     monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))  # drawn in the run below
     refused = StudyRow(cell=cell("fsdp", model="a_b|c"), state="refused", result=None, why="100 % & more_or|less")
     made = study(row("ddp"), refused, differs=("another GPU",))
-    study_files.write(made, tmp_path)
+    study_page.write(made, tmp_path)
     with (tmp_path / "study.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [(r["strategy"], r["state"]) for r in rows] == [("ddp", "measured"), ("fsdp", "refused")]

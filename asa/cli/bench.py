@@ -62,7 +62,7 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
     from asa.report import bench_screen as report
     from asa.report import page
 
-    created = c.now()
+    created = codec.now()
     cluster = bench_setup.cluster_here(args, console, device, gpus)
     contests = [c.prepare(args, console, model, cluster, gpus, folder) for model in args.models]
     if not any(contest.plans for contest in contests):
@@ -71,7 +71,7 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
         shape = contest.profile.graph.input_shape
         batch, classes = args.global_batch or contest.profile.global_batch, contest.profile.graph.num_classes
         bench_setup.check_data(args, bench_setup.images(args.data, args.data_root, shape)[0], classes, batch)
-    started = c.now()
+    started = codec.now()
     interruption: BaseException | None = None
     for contest in contests:
         graph = contest.profile.graph
@@ -90,7 +90,7 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
     bench = Bench(
         created=created,
         started=started,
-        environment=bench_setup.environment(device, cluster, gpus),
+        environment=bench_setup.machine(device, gpus),
         settings=c.settings(args, contests, gpus, data()[0]),
         sealed=tuple(s for contest in contests for s in contest.sealed),
         results=tuple(r for contest in contests for r in c.results(args, contest)),

@@ -19,6 +19,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
 from asa.launch import cuda_devices
+from asa.profiler.paths import slug
 from asa.zoo.names import REMARKS
 
 PROFILE_LIMIT_S = 75.0
@@ -38,7 +39,7 @@ def named_cluster(name: str, gpus: int | None = None) -> Cluster:
     if os.path.lexists(name) and name not in presets.names():
         raise InvalidInputError(f"cannot use {name}: {places.no_file(Path(name))}; name a cluster file or a preset")
     for folder in (places.PROFILES, places.SHIPPED):
-        local = folder / f"{places.CLUSTER_PREFIX}{places.slug(name)}.json"
+        local = folder / f"{places.CLUSTER_PREFIX}{slug(name)}.json"
         if local.is_file():
             return codec.load(Cluster, local)
     return presets.load(name, gpus)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asa.cli import choose, emulated, places
+from asa.cli import choose, emulated
 from asa.cli.bench_setup import STRATEGIES, DeviceType
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
@@ -24,6 +23,7 @@ from asa.ir.intervals import FEWEST, median_interval
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
+from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.executor.measuring.benchmark import Cell
@@ -58,18 +58,8 @@ class ModelBench:
         """Plans that differ in what they run, with the predicted fastest first, which is also compared with itself."""
         plans: dict[object, Plan] = {}
         for plan in self.plans.values():
-            plans.setdefault(conduct(plan), plan)
+            plans.setdefault(plan.conduct, plan)
         return sorted(plans.values(), key=lambda p: p.prediction.step_time_s)
-
-
-def conduct(plan: Plan) -> object:
-    """Everything that determines how a plan runs, without names."""
-    return plan.conduct
-
-
-def now() -> str:
-    """Current time in the form used by documents."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> ModelBench:
@@ -89,7 +79,7 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
             contest.why_not[strategy] = str(error)
             continue
         contest.plans[strategy] = plan
-        codec.save(plan, folder / "plans" / f"{places.slug(model)}.{places.slug(strategy)}.json")
+        codec.save(plan, folder / "plans" / f"{slug(model)}.{slug(strategy)}.json")
         contest.sealed.append(
             nouns.SealedPlan(
                 model=model,
@@ -99,7 +89,7 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
                 profile_created=profile.provenance.created,
                 cluster=cluster.name,
                 cluster_fingerprint=plan.cluster_fingerprint,
-                written=now(),
+                written=codec.now(),
             )
         )
     contest.scaling = _scaling(args, contest, gpus)
@@ -113,14 +103,14 @@ def side_by_side(contest: ModelBench, free: int, *, shared: bool) -> list[Plan]:
     ``shared``: all ranks use the same memory, as on CPUs, rather than that of their own device.
     """
     distinct = contest.distinct()
-    named = {conduct(contest.plans[s]) for s in ("asa", "ddp") if s in contest.plans}
+    named = {contest.plans[s].conduct for s in ("asa", "ddp") if s in contest.plans}
     chosen: list[Plan] = []
     used_bytes = 0
-    for plan in sorted(distinct, key=lambda p: conduct(p) not in named):
+    for plan in sorted(distinct, key=lambda p: p.conduct not in named):
         rank_bytes = plan.prediction.memory_bytes_per_rank
         needed_bytes = used_bytes + (sum(rank_bytes) if shared else max(rank_bytes))
         if chosen and needed_bytes > FILLED * free:
-            for strategy in [s for s, p in contest.plans.items() if conduct(p) == conduct(plan)]:
+            for strategy in [s for s, p in contest.plans.items() if p.conduct == plan.conduct]:
                 del contest.plans[strategy]
                 contest.why_not[strategy] = (
                     f"not run: with those that take turns with it {needed_bytes / GIB:.1f} GiB would be held, "
@@ -159,8 +149,7 @@ def measure(
         return
     if isinstance(args.device, EmulatedName):
         cells = emulated.cells(contest.profile, contest.cluster, plans, console, budget_s)
-        contest.cells = {s: cells[plans.index(next(q for q in plans if conduct(q) == conduct(p)))]
-                         for s, p in contest.plans.items()}  # fmt: skip
+        _assign(contest, plans, cells)
         return
     plans = side_by_side(contest, free_memory(choose_device(device)), shared=device == "cpu")
     graph = contest.profile.graph
@@ -186,8 +175,7 @@ def measure(
                 raise
             interruption, cells = error, latest["cells"]
             contest.ended = f"ended after round {latest['round']} of {latest['rounds']}"
-    by_conduct = {conduct(p): cell for p, cell in zip(plans, cells, strict=True)}
-    contest.cells = {strategy: by_conduct[conduct(p)] for strategy, p in contest.plans.items()}
+    _assign(contest, plans, cells)
     others_cores = None if device == "cuda" else others.cores
     contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=others_cores)]
     planned_cell = contest.cells.get("asa")
@@ -199,6 +187,12 @@ def measure(
     ]
     if interruption is not None:
         raise interruption
+
+
+def _assign(contest: ModelBench, plans: Sequence[Plan], cells: Sequence[Cell]) -> None:
+    """Set the cell of every strategy from those of the distinct ``plans``."""
+    by_conduct = {p.conduct: cell for p, cell in zip(plans, cells, strict=True)}
+    contest.cells = {strategy: by_conduct[p.conduct] for strategy, p in contest.plans.items()}
 
 
 def results(args: Arguments, contest: ModelBench) -> list[nouns.BenchResult]:
@@ -213,16 +207,7 @@ def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
         (s, contest.plans[s].num_ranks if s == "single" else contest.plans[s].gpus): cell.step_time.median
         for s, cell in contest.cells.items()
     }
-    return [
-        nouns.ScalingPoint(
-            model=p.model,
-            strategy=p.strategy,
-            ranks=p.ranks,
-            predicted_s=p.predicted_s,
-            measured_s=measured.get((p.strategy, p.ranks)),
-        )
-        for p in contest.scaling
-    ]
+    return [replace(p, measured_s=measured.get((p.strategy, p.ranks))) for p in contest.scaling]
 
 
 def notes(contest: ModelBench) -> list[str]:
@@ -232,7 +217,7 @@ def notes(contest: ModelBench) -> list[str]:
     first: dict[object, str] = {}
     lines = [f"{contest.model}: {text}" for text in (contest.emulated, contest.ended) if text]
     for strategy, plan in contest.plans.items():
-        original = first.setdefault(conduct(plan), strategy)
+        original = first.setdefault(plan.conduct, strategy)
         if original != strategy:
             lines.append(f"{contest.model}: {strategy} and {original} are the same plan here, which was measured once")
     if "asa" in contest.plans:
@@ -304,15 +289,7 @@ def _scaling(args: Arguments, contest: ModelBench, gpus: int) -> list[nouns.Scal
 
 def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.BenchResult:
     if strategy not in contest.cells:
-        return nouns.BenchResult(
-            model=contest.model,
-            strategy=strategy,
-            ranks=0,
-            global_batch=global_batch,
-            step_time_s=None,
-            predicted_step_time_s=None,
-            why_not=contest.why_not.get(strategy) or contest.ended,
-        )
+        return unmeasured(contest.model, strategy, global_batch, contest.why_not.get(strategy) or contest.ended)
     plan, cell = contest.plans[strategy], contest.cells[strategy]
     p, peaks = plan.prediction, cell.peak_memory_bytes
     # Of fewer differences the extremes are no interval of 95 %.
@@ -320,7 +297,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
     wait = statistics.median(cell.data_wait) if cell.data_wait else 0.0
     step_s = cell.step_time.median + wait
     rate = flops_per_sample(contest.profile) * plan.global_batch / step_s
-    peak = peak_flops(contest.cluster, plan.precision)
+    peak = contest.cluster.device.peak_flops(plan.precision)
     return nouns.BenchResult(
         model=contest.model,
         strategy=strategy,
@@ -354,6 +331,14 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
     )
 
 
+def unmeasured(model: str, strategy: str, global_batch: int, why: str) -> nouns.BenchResult:
+    """Result of a strategy that was not run, with the reason."""
+    return nouns.BenchResult(
+        model=model, strategy=strategy, ranks=0, global_batch=global_batch, step_time_s=None,
+        predicted_step_time_s=None, why_not=why,
+    )  # fmt: skip
+
+
 FORWARD_AND_BACKWARD = 3
 """FLOPs of a training step over those of forward: backward computes gradients of inputs and of weights."""
 
@@ -361,11 +346,6 @@ FORWARD_AND_BACKWARD = 3
 def flops_per_sample(profile: Profile) -> float:
     """FLOPs of a sample's forward and backward, without recomputation."""
     return FORWARD_AND_BACKWARD * sum(c.flops_per_sample for c in profile.graph.components)
-
-
-def peak_flops(cluster: Cluster, precision: str) -> float:
-    """Peak FLOP/s of a device at ``precision``; 0 if unknown."""
-    return cluster.device.peak_flops(precision)
 
 
 def _usage(cell: Cell) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from asa.cost.machine.estimate import estimate, trained_on_one
 from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.ir.profile import Profile
+from asa.profiler.paths import slug
 from asa.zoo.names import PACKAGES
 from asa.zoo.sizes import SHAPES
 
@@ -50,7 +51,7 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
         max_degree=cluster.num_devices,
         trained_on_one=on_one,
     )
-    path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(profile)}.json"
+    path = places.ESTIMATES / f"{slug(model)}.{key or 'own'}.{codec.fingerprint(profile)}.json"
     if not path.is_file():
         codec.save(profile, path)
     of = f"{model} (inputs of {'x'.join(map(str, graph.input_shape))})"
@@ -74,7 +75,7 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
 
 def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
     """Result of an earlier trace of the same model; None if there is none."""
-    for path in sorted(places.ESTIMATES.glob(f"{places.slug(model)}.{key}.*.json")):
+    for path in sorted(places.ESTIMATES.glob(f"{slug(model)}.{key}.*.json")):
         try:
             profile = codec.load(Profile, path)
         except InvalidInputError:

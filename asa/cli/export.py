@@ -12,6 +12,7 @@ from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import NoCheckpointError
 from asa.ir import codec
 from asa.ir.plan import Plan
+from asa.profiler.paths import slug
 
 TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchtitan", "megatron")
 
@@ -24,7 +25,7 @@ def run(args: Arguments, console: Console) -> None:
 
 def _weights(args: Arguments, console: Console) -> dict[str, Any]:
     folder, plan = _run_of(args)
-    output = Path(args.output) if args.output else folder / f"{places.slug(plan.model_spec)}.safetensors"
+    output = Path(args.output) if args.output else folder / f"{slug(plan.model_spec)}.safetensors"
     places.check_writable(output, "-o")  # before torch is imported
 
     from asa.executor.running.export import export_weights

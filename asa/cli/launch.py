@@ -14,6 +14,7 @@ from asa.errors import AsaError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
+from asa.profiler.paths import slug
 
 SYSTEMS = ("slurm", "k8s", "ray")
 _SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "ray": "ray job submit --working-dir . -- python {}"}
@@ -33,7 +34,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report import jobs
 
     path, plan = places.newest_plan(args.plan)
-    out = args.out or str(places.TRAINING / f"{places.slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
+    out = args.out or str(places.TRAINING / f"{slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
     in_copy = args.system == "ray"  # Ray runs in a copy of the working directory, where a run would be lost
     job = jobs.Job(
         plan=plan,

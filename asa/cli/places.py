@@ -11,7 +11,6 @@ import filecmp
 import importlib.util
 import itertools
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import Staleness
+from asa.profiler.paths import slug
 from asa.reading import open_regular
 
 T = TypeVar("T")
@@ -52,15 +52,6 @@ SHIPPED = shipped.FOLDER
 def shown(path: Path) -> str:
     """A path as shown to people; files of the package are shown by name."""
     return f"{path.name} (shipped)" if path.is_absolute() else str(path)
-
-
-def slug(text: str) -> str:
-    """``text`` as a part of a file name.
-
-    >>> slug("package.module:factory")
-    'package-module-factory'
-    """
-    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") or "unnamed"
 
 
 def looks_like_file(text: str) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asa.cli import bench_setup
-from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.cost.machine.nearest import same_gpu
@@ -36,7 +35,7 @@ def run(args: Arguments, console: Console) -> None:
     if args.given("models"):
         claimed = of_models(claimed, args.models)
     device, count = bench_setup.device_of(args)
-    machine = environment(device, count)
+    machine = bench_setup.machine(device, count)
     matching = [s for s in claimed if matches(s, machine)]
     contests = [list(g) for _, g in groupby(sorted(matching, key=_order), key=_order)]
     cells: list[CheckedCell] = []
@@ -45,7 +44,7 @@ def run(args: Arguments, console: Console) -> None:
         console.say(f"asa: {number} of {len(contests)}: {claim.plan.model_spec}, batch {claim.plan.global_batch}")
         cells += measured(args, group, args.budget / len(contests))
     check = SealedCheck(
-        created=now(),
+        created=codec.now(),
         environment=machine,
         sealed=len(claimed),
         machines=tuple(dict.fromkeys(s.claim.machine for s in claimed)),
@@ -78,11 +77,6 @@ def every(folder: Path) -> list[Seal]:
     if not seals:
         raise InvalidInputError(f"no sealed predictions in {folder}/; name their folder with --sealed")
     return seals
-
-
-def environment(device: bench_setup.DeviceType, count: int) -> BenchEnvironment:
-    """Description of this machine as in bench documents."""
-    return bench_setup.machine(device, count, backend="nccl" if device == "cuda" else "gloo")
 
 
 def matches(seal: Seal, machine: BenchEnvironment) -> bool:

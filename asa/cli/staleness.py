@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,14 +31,12 @@ def check(args: Arguments) -> None:
     from asa.cli.options import input_shape
     from asa.zoo.data.split import open_split
     from asa.zoo.models import default_input
+    from asa.zoo.specs import check_classes
 
     shape, classes = default_input(args.model, input_shape(args), args.classes)
     root = Path(args.data_root) if args.data_root else None
     train = open_split(args.data, split="train", root=root, input_shape=shape)
-    if train.num_classes > classes:
-        raise UsageError(
-            f"{args.data} has {train.num_classes} classes, the model {classes}; add --classes {train.num_classes}"
-        )
+    check_classes(args.data, train.num_classes, classes)
     usual_settings(args.workers, 0.9, _asked(args))
     batch = args.global_batch or 64
     if batch > len(train):
@@ -86,7 +83,7 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
         steps=args.steps,
         every=every,
         curves=curves,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=codec.now(),
         asa_version=__version__,
         torch_version=torch.__version__,
         device=profile.device.name,

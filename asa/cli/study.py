@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import asa
-from asa.cli import bench_setup, places, study_grid
-from asa.cli import comparison as c
+from asa.cli import bench_setup, choose, places, study_grid
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
@@ -23,9 +22,11 @@ from asa.ir import codec, units
 from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
+from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.cli.study_runners import Results, Site
+    from asa.ir.cluster import Cluster
     from asa.ir.profile import Profile
 
 FILE = "study.json"
@@ -44,8 +45,9 @@ def run(args: Arguments, console: Console) -> None:
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
     device, max_ranks = _local_devices(args)
-    predicts_all = _is_other_machine(args, device)
-    study = study_grid.define(args, most=0 if predicts_all else max_ranks, cluster_gpus=_cluster_size(args))
+    cluster = choose.named_cluster(args.cluster) if args.cluster else None
+    most = 0 if cluster is not None and _is_other_machine(cluster, device) else max_ranks
+    study = study_grid.define(args, most=most, cluster_gpus=None if cluster is None else cluster.num_devices)
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
     _check(args, study)
@@ -86,9 +88,9 @@ def run(args: Arguments, console: Console) -> None:
         write()
     written = _write(study, args, rows, folder, name)
     from asa.report import study as report
-    from asa.report import study_files
+    from asa.report import study_page
 
-    paths = study_files.write(written, folder)
+    paths = study_page.write(written, folder)
     console.result(codec.document(written), lambda: report.render(written))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
 
@@ -149,22 +151,10 @@ def _device_name(device: bench_setup.DeviceType) -> str:
     return device_record(torch.device(device)).name
 
 
-def _is_other_machine(args: Arguments, device: bench_setup.DeviceType) -> bool:
-    """Whether the named cluster has other devices than this machine, so that all cells are predicted for it."""
-    if not args.cluster:
-        return False
-    from asa.cli.choose import named_cluster
-
-    named = named_cluster(args.cluster).device
+def _is_other_machine(cluster: Cluster, device: bench_setup.DeviceType) -> bool:
+    """Whether ``cluster`` has other devices than this machine, so that all cells are predicted for it."""
+    named = cluster.device
     return named.type != device or (device == "cuda" and named.name != _device_name(device))
-
-
-def _cluster_size(args: Arguments) -> int | None:
-    if not args.cluster:
-        return None
-    from asa.cli.choose import named_cluster
-
-    return named_cluster(args.cluster).num_devices
 
 
 def _stored_study(folder: Path) -> Study | None:
@@ -231,7 +221,7 @@ def _block(
     block_args = _block_arguments(args, block)
     try:
         if block.mode == "predicted":
-            results, _ = study_runners.predict(block, block_args, console)
+            results = study_runners.predict(block, block_args, console)
             _store_rows(rows, block, block.strategies, args, name, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
@@ -262,7 +252,6 @@ def _site(
     budget_s: float,
 ) -> Site:
     """Links and profile of a block, measured if necessary; the rest of its budget is for measuring."""
-    from asa.cli import choose
     from asa.cli.study_runners import Site
 
     began = time.monotonic()
@@ -271,7 +260,7 @@ def _site(
     profile, origin = choose.profile_here(args, console, block.model, device, block.gpus, limit_s=limit)
     console.say(f"asa: {block.model}: {origin}")
     remaining_s = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
-    folder_name = places.slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
+    folder_name = slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
     return Site(block=block, args=args, console=console, device=device, profile=profile, cluster=cluster,
                 folder=folder / "blocks" / folder_name, budget_s=remaining_s)  # fmt: skip
 
@@ -327,7 +316,7 @@ def _store_rows(
                 continue  # a run that the budget ended is better than none
             shortened = None if result is None or state == "refused" else _until(result, cell.epochs)
             rows[cell] = StudyRow(
-                cell=cell, state=state, result=shortened, why=reason, data_source=source, created=c.now(),
+                cell=cell, state=state, result=shortened, why=reason, data_source=source, created=codec.now(),
                 samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes,
                 oversubscribed=is_oversubscribed, asa_version=asa.__version__,
                 notes=notes if state == "measured" else (),
@@ -350,7 +339,7 @@ def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], 
             rows[row.cell] = row
     cells = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
     written = Study(
-        name=study.name, title=study.title, created=c.now(), published=study.published,
+        name=study.name, title=study.title, created=codec.now(), published=study.published,
         rows=tuple(rows[cell] for cell in dict.fromkeys((*cells, *rows)) if cell in rows),
         differs=study.differs, target=args.target_accuracy, price=args.price,
     )  # fmt: skip
@@ -400,7 +389,6 @@ def _estimate(
     profiled: set[tuple[str, int]],
 ) -> tuple[float, str]:
     """Estimated seconds of the open cells of a block, and the basis of the estimate."""
-    from asa.cli import choose
     from asa.cli.estimates import traced_before
 
     block_args = _block_arguments(args, block)

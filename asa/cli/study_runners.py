@@ -25,6 +25,7 @@ from asa.ir.consistency import DisciplineName
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
+from asa.profiler.paths import slug
 
 if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
@@ -81,12 +82,12 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> Results:
         except (UsageError, InfeasibleError) as error:
             refused[strategy] = str(error).partition("; one of ")[0]  # the same on any number of ranks
             continue
-        codec.save(contest.plans[strategy], site.folder / "plans" / f"{places.slug(strategy)}.json")
+        codec.save(contest.plans[strategy], site.folder / "plans" / f"{slug(strategy)}.json")
     if contest.plans:
         c.measure(contest, site.args, site.console, site.device, site.budget_s, site.images, max(block.epochs))
     results: Results = {r.strategy: r for r in c.results(site.args, contest)}
     site.notes.extend(verdicts(site, contest))
-    return results | {s: refusal(block, s, why) for s, why in refused.items()}
+    return results | {s: c.unmeasured(block.model, s, block.global_batch, why) for s, why in refused.items()}
 
 
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
@@ -120,7 +121,7 @@ def _train_one(site: Site, strategy: str) -> BenchResult | str:
             )
         return _run(site, strategy, plan)
     except AsaError as error:
-        return refusal(site.block, strategy, str(error))
+        return c.unmeasured(site.block.model, strategy, site.block.global_batch, str(error))
 
 
 def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
@@ -134,7 +135,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
 
     replan = strategy == REPLANNED
     places.keep_origins(site.profile, site.cluster)
-    folder = site.folder / places.slug(strategy)
+    folder = site.folder / slug(strategy)
     with owned(folder, resume=True):  # what an ended study has left: a cell is one run from its start to its end
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         (folder / LOG).unlink(missing_ok=True)
@@ -177,7 +178,7 @@ def _result(
         for r, elapsed_s in zip(records, accumulate(r.seconds for r in records), strict=True)
     ]  # fmt: skip
     rate = c.flops_per_sample(site.profile) * last.global_batch
-    peak = c.peak_flops(site.cluster, plan.precision)
+    peak = site.cluster.device.peak_flops(plan.precision)
     per_epoch = -(-len(site.images()[0]) // last.global_batch)
     timed = records[-1:] if strategy == REPLANNED else records[1:] or records
     steps = Stat.of([_mean_step_s(r.measurements) for r in timed])
@@ -235,12 +236,13 @@ def run(site: Site, on_results: Callable[[Results], None]) -> None:
         try:
             results = runner(replace(site, budget_s=budget_s), strategies)
         except AsaError as error:
-            results = {s: refusal(site.block, s, str(error)) for s in strategies}
+            block = site.block
+            results = {s: c.unmeasured(block.model, s, block.global_batch, str(error)) for s in strategies}
         on_results(results)
 
 
-def predict(block: Block, args: Arguments, console: Console) -> tuple[Results, tuple[int, ...]]:
-    """Predicted results of every strategy of a block on the devices of its cluster, and the shape of a sample.
+def predict(block: Block, args: Arguments, console: Console) -> Results:
+    """Predicted results of every strategy of a block on the devices of its cluster.
 
     Raises:
         UsageError: no such cluster or model. InvalidInputError: the model fails, or the devices are unknown.
@@ -258,8 +260,8 @@ def predict(block: Block, args: Arguments, console: Console) -> tuple[Results, t
         try:
             results[strategy] = predicted_result(site, strategy)
         except AsaError as error:
-            results[strategy] = refusal(block, strategy, str(error))
-    return results, profile.graph.input_shape
+            results[strategy] = c.unmeasured(block.model, strategy, block.global_batch, str(error))
+    return results
 
 
 def predicted_result(site: Site, strategy: str) -> BenchResult:
@@ -268,7 +270,7 @@ def predicted_result(site: Site, strategy: str) -> BenchResult:
     p = plan.prediction
     computing = p.compute_s / p.step_time_s if p.step_time_s else None
     rate = c.flops_per_sample(site.profile) * p.samples_per_s
-    peak = c.peak_flops(site.cluster, plan.precision)
+    peak = site.cluster.device.peak_flops(plan.precision)
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=plan.num_ranks, global_batch=plan.global_batch,
         step_time_s=None, why_not="predicted", predicted_step_time_s=p.step_time_s, predicted_low_s=p.step_time_low_s,
@@ -304,14 +306,6 @@ def plan_of(site: Site, strategy: str) -> Plan:
         microbatches=site.block.microbatches if strategy in PIPELINES else None,
     )
     return plan(site.profile, site.cluster, offered(), request)[0]
-
-
-def refusal(block: Block, strategy: str, why: str) -> BenchResult:
-    """Result for a cell that does not run, with the reason."""
-    return BenchResult(
-        model=block.model, strategy=strategy, ranks=0, global_batch=block.global_batch, step_time_s=None,
-        predicted_step_time_s=None, why_not=why,
-    )  # fmt: skip
 
 
 def _profile_for(block: Block, args: Arguments, console: Console, cluster: Cluster) -> tuple[Profile, str]:

@@ -24,6 +24,7 @@ from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
 from asa.launch import signals
 from asa.launch.devices import check_cuda
+from asa.profiler.paths import slug
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -178,14 +179,14 @@ def _settings(args: Arguments, plan: Plan, out: Path, *, pretended: bool) -> Tra
 def work_of(plan: Plan, console: Console) -> Work | None:
     """FLOPs of a sample and of a device, for MFU; None if the profile or the cluster of the plan is missing."""
     from asa.cli.choose import origins
-    from asa.cli.comparison import flops_per_sample, peak_flops
+    from asa.cli.comparison import flops_per_sample
     from asa.executor.training.logs import Work
 
     try:
         profile, cluster = origins(plan, console)
     except AsaError:
         return None
-    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=peak_flops(cluster, plan.precision))
+    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=cluster.device.peak_flops(plan.precision))
 
 
 def save_timelines(plan: Plan, out: Path, console: Console) -> str:
@@ -266,7 +267,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
                 if (Path(args.out) / "log.jsonl").is_file():
                     console.say(f"asa: {args.out} has a run that ended before its first epoch; its log is continued")
         path, plan = planned_here.planned(args, console) if has_model else places.newest_plan(args.plan)
-        out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
+        out = Path(args.out) if args.out else places.new_folder(places.TRAINING, slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
         return path, plan, out
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime)

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asa.cli import bench_setup
-from asa.cli.comparison import now
 from asa.cli.console import Console
 from asa.errors import UnavailableError
+from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Certificate, Confidence, Measured, Plan, Trial
 from asa.ir.profile import Profile
@@ -129,7 +129,7 @@ def _measured(
 ) -> Measured:  # fmt: skip
     from asa.report.plan import summary
 
-    machine = bench_setup.environment(cluster.device.type, cluster, max(p.num_ranks for p in plans))
+    machine = bench_setup.machine(cluster.device.type, max(p.num_ranks for p in plans))
 
     def confidence(belief: Belief, plan: int) -> Confidence:
         from asa.planner.answer.posterior import DRAWS
@@ -142,7 +142,7 @@ def _measured(
         step_time_s=cells[best].step_time,
         steps=steps[best],
         seconds=seconds,
-        created=now(),
+        created=codec.now(),
         device_type=machine.device_type,
         device_name=machine.device_name,
         num_devices=machine.num_devices,

@@ -18,6 +18,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
@@ -231,6 +232,11 @@ def _pipe_with_reader(path: Path) -> int | None:
     with suppress(OSError):
         return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     return None
+
+
+def now() -> str:
+    """The current time as documents state it: UTC, in whole seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def is_special(path: Path) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from math import gcd
 
 from asa.ir.codec import hashed, noun
-from asa.ir.traffic import Collective, Phase
+from asa.ir.traffic import Collective, CollectiveOp, Phase
 
 MOST_WEIGHT = 2**24
 """Largest weight of a rank: larger than any global batch."""
@@ -303,10 +303,8 @@ class Boundary:
         if self.gathers_tokens:
             collectives.append(_gathered(s, "forward", size * s.largest_share, self.exit_tokens))
         if self.reduces_exit:
-            if self.fused_exit:
-                collectives.append(Collective(op="reduce_scatter", phase="forward", bytes=at_source, ranks=s.tensor))
-            else:
-                collectives.append(Collective(op="all_reduce", phase="forward", bytes=at_source, ranks=s.tensor))
+            op: CollectiveOp = "reduce_scatter" if self.fused_exit else "all_reduce"
+            collectives.append(Collective(op=op, phase="forward", bytes=at_source, ranks=s.tensor))
         if self.gathers > 1:
             collectives.append(
                 Collective(op="all_gather", phase="forward", bytes=ahead, ranks=self.gathers, stride=gather_stride)
@@ -316,10 +314,8 @@ class Boundary:
         if self.cuts_tokens:
             collectives.append(_gathered(t, "backward", size * t.largest_share, self.entry_tokens))
         if self.reduces_entry:
-            if self.fused_entry:
-                collectives.append(Collective(op="reduce_scatter", phase="backward", bytes=at_target, ranks=t.tensor))
-            else:
-                collectives.append(Collective(op="all_reduce", phase="backward", bytes=at_target, ranks=t.tensor))
+            op = "reduce_scatter" if self.fused_entry else "all_reduce"
+            collectives.append(Collective(op=op, phase="backward", bytes=at_target, ranks=t.tensor))
         if self.slices > 1:
             collectives.append(
                 Collective(op="all_gather", phase="backward", bytes=back, ranks=self.slices, stride=slice_stride)

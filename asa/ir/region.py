@@ -7,7 +7,7 @@ value, and shards of shards. A rank holds the region's elements in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 
@@ -25,6 +25,11 @@ def everything(shape: Sequence[int]) -> Region:
     (((0, 2),), ((0, 3),))
     """
     return tuple(((0, size),) for size in shape)
+
+
+def as_region(dims: Iterable[Iterable[Iterable[int]]]) -> Region:
+    """The region described by ``dims``, as read from JSON: lists in place of tuples."""
+    return tuple(tuple((start, stop) for start, stop in runs) for runs in dims)
 
 
 def extent(region: Region) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from asa import __version__
 from asa.errors import UnavailableError, UsageError
 from asa.instruments import execution
 from asa.instruments.nvml import card_of, watching
+from asa.ir import codec
 from asa.ir.execution import Compiled, MemoryFormat
 from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision, Profile, Provenance
@@ -200,7 +200,7 @@ def profile_module(
         by_tokens=tuple(sweep.by_tokens) or None,
         provenance=Provenance(
             origin="measured",
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=codec.now(),
             asa_version=__version__,
             torch_version=torch.__version__,
             note=note,

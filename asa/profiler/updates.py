@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from asa.ir.plan import OptimizerName
 from asa.ir.profile import Stat, UpdateTiming
 from asa.profiler.clock import Clock, Repeats, quiet, scaled, solo_clock_of, time_repeatedly
 
-OptimizerName = Literal["sgd", "adamw"]
 OPTIMIZERS: tuple[OptimizerName, ...] = ("sgd", "adamw")
 
 _DISPATCHES = 200

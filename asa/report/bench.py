@@ -58,14 +58,19 @@ def epoch_s(r: BenchResult, samples: int) -> float | None:
     return samples / speed if speed else None
 
 
+def epoch_cost(r: BenchResult, price: float | None, samples: int) -> float | None:
+    """Cost of an epoch of ``samples`` at ``price`` for a device and hour; None without a price or a measurement."""
+    duration_s = epoch_s(r, samples)
+    return None if price is None or duration_s is None else price * r.ranks * duration_s / 3600
+
+
 def priced(bench: Bench, model: str) -> list[tuple[str, ...]]:
     """Rows with the columns :data:`PRICED` of the cells that ran, cheapest first; none without a price."""
-    price, rows = bench.settings.price, []
+    samples, rows = bench.settings.samples_per_epoch, []
     for r in bench.of(model):
-        seconds_of_epoch = epoch_s(r, bench.settings.samples_per_epoch)
-        if price is not None and seconds_of_epoch is not None:
-            cost = price * r.ranks * seconds_of_epoch / 3600
-            rows.append((cost, (r.strategy, str(r.ranks), seconds(seconds_of_epoch), f"{cost:.4g}")))
+        cost = epoch_cost(r, bench.settings.price, samples)
+        if cost is not None:
+            rows.append((cost, (r.strategy, str(r.ranks), seconds(epoch_s(r, samples)), f"{cost:.4g}")))
     return [texts for _, texts in sorted(rows)]
 
 
@@ -206,10 +211,9 @@ CSV_COLUMNS = (
 def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
     """Rows of all cells, in plain seconds and bytes."""
     rows: list[tuple[object, ...]] = []
-    price = bench.settings.price
+    price, samples = bench.settings.price, bench.settings.samples_per_epoch
     for r in bench.results:
         t, last = r.step_time_s, r.accuracy[-1] if r.accuracy else None
-        epoch = epoch_s(r, bench.settings.samples_per_epoch)
         rows.append(
             (
                 r.model,
@@ -230,8 +234,8 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
                 last and last.validation_accuracy,
                 r.plan_fingerprint,
                 r.why_not,
-                epoch,
-                None if price is None or epoch is None else price * r.ranks * epoch / 3600,
+                epoch_s(r, samples),
+                epoch_cost(r, price, samples),
             )
         )
     return rows

@@ -81,7 +81,8 @@ def predicted_measured(bench: Bench) -> Chart:
     return Chart(
         name="predicted_measured",
         title="Predicted against measured",
-        caption="A point a cell, with its 90 % interval. The grey band is 10 % to either side: the aim.",
+        caption="One point for each cell, with the 90 % interval of its prediction. Inside the grey band the error is "
+        "at most 10 %.",
         columns=("model", "strategy", "measured_s", "predicted_s", "low_s", "high_s"),
         rows=tuple(rows),
         draw=drawing.predicted_measured,
@@ -133,8 +134,8 @@ def compute_communication(bench: Bench) -> Chart:
         name="compute_communication",
         title="Computation against communication",
         caption=(
-            "Measured median step: computation, and communication that was not hidden behind it. Cells in which noise "
-            "hides how much that was are left out. Whiskers: 95 % of the communication."
+            "Measured median step: computation, and communication that does not overlap with it. Cells are left out if "
+            "noise hides how much that is. Whiskers: 95 % interval of the communication."
         ),
         columns=("model", "strategy", "compute_s", "communication_s", "communication_share", "low_s", "high_s"),
         rows=tuple(rows),
@@ -152,7 +153,8 @@ def accuracy(bench: Bench) -> Chart:
     return Chart(
         name="accuracy",
         title="Validation accuracy over epochs",
-        caption="Same data, order, masks and seed for every strategy: curves that part show a numerical difference.",
+        caption="Data, order, dropout masks and seed are the same for every strategy, so different curves mean "
+        "different numerics.",
         columns=("model", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
         draw=drawing.accuracy,
@@ -165,7 +167,8 @@ def accuracy_time(bench: Bench) -> Chart:
         accuracy(bench),
         name="accuracy_time",
         title="Validation accuracy over training time",
-        caption="The same points over seconds of steps and waiting for data; the turns of others are not counted.",
+        caption="The same points over the seconds of steps and of waiting for data, without the turns of other "
+        "strategies.",
         draw=drawing.accuracy_over_time,
     )
 
@@ -176,7 +179,7 @@ def loss(bench: Bench) -> Chart:
         accuracy(bench),
         name="loss",
         title="Validation loss over epochs",
-        caption="Loss of the same cells: it tells learning where accuracy is still near chance.",
+        caption="Loss of the same cells. It shows learning while accuracy is still near that of guessing.",
         draw=drawing.loss,
     )
 
@@ -206,7 +209,7 @@ def assignment(bench: Bench) -> Chart:
     return Chart(
         name="assignment",
         title="Strategy chosen per component",
-        caption="Columns: strategies. Rows: components, input on top. Colour: what the component runs as.",
+        caption="Columns: strategies. Rows: components, the first one on top. Colour: how the component runs.",
         columns=(
             "model",
             "strategy",

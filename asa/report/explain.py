@@ -105,7 +105,7 @@ def versus(diff: Difference) -> list[RenderableType]:
     """Reasons against the other plan."""
     if diff.other_s is None:
         return [line(f"{diff.other} cannot be run: {diff.why_not}")]
-    result = table(f"This plan beside {diff.other}", ("term", "this plan", diff.other, "difference"))
+    result = table(f"This plan compared with {diff.other}", ("term", "this plan", diff.other, "difference"))
     for t in diff.terms:
         change = difference(t.other_s - t.plan_s, plus=True)
         result.add_row(t.name, difference(t.plan_s), difference(t.other_s), change)

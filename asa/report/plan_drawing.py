@@ -150,7 +150,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
     figure, axes = single(3.6, width=8.4)
     for kind, style in (
         ("measured", {"color": INK, "linewidth": 1.3, "label": "measured"}),
-        ("expected", {"color": PALETTE[0], "linewidth": 1.3, "linestyle": "--", "label": "promised by the plan"}),
+        ("expected", {"color": PALETTE[0], "linewidth": 1.3, "linestyle": "--", "label": "predicted by the plan"}),
     ):
         points = [(float(r[1] or 0), 1e3 * float(r[2] or 0)) for r in rows if r[0] == kind]
         if points:
@@ -160,7 +160,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
     labelled = set()
     for row in rows:
         if row[0] in ("change", "finding"):
-            shade, label = (ASA, "another plan") if row[0] == "change" else (PALETTE[1], "something was slow")
+            shade, label = (ASA, "another plan") if row[0] == "change" else (PALETTE[1], "something became slow")
             axes.axvline(float(row[1] or 0), color=shade, linewidth=1.6 if row[0] == "change" else 1.0,
                          linestyle="-" if row[0] == "change" else ":",
                          label=None if label in labelled else label)  # fmt: skip

@@ -88,8 +88,8 @@ def network(plan: Plan, explanation: Explanation | None = None) -> Chart:
     return Chart(
         name="network",
         title="Strategy of every component",
-        caption="Components in the order of the data; colour: what each runs as; the share of the work of a step, "
-        "where it is known. A red arrow leads to the next stage.",
+        caption="Components in the order of the data, with their share of the work of a step if it is known. Colour: "
+        "how each one runs. A red arrow leads to the next stage.",
         columns=("index", "component", "runs_as", "stage", "share"),
         rows=tuple(rows),
         draw=plan_drawing.network,
@@ -106,7 +106,7 @@ def component_times(explanation: Explanation) -> Chart:
     return Chart(
         name="component_times",
         title="Time per component",
-        caption="Predicted for the busiest rank. What is sent may be hidden behind computing.",
+        caption="Predicted for the busiest rank. Communication may overlap with computation.",
         columns=("component", "compute_s", "communicate_s"),
         rows=tuple((name, *pair) for name, pair in _times(explanation).items()),
         draw=plan_drawing.component_times,
@@ -118,7 +118,7 @@ def search(plan: Plan) -> Chart:
     return Chart(
         name="search",
         title="Course of the search",
-        caption="Where the lines meet the plan is proved optimal in its space.",
+        caption="Where the lines meet, the plan is proved optimal in its space.",
         columns=("seconds", "best_s", "lower_bound_s"),
         rows=tuple((p.seconds, p.best_s, p.lower_bound_s) for p in plan.certificate.curve or ()),
         draw=plan_drawing.search,
@@ -138,8 +138,8 @@ def trade(plan: Plan, points: Sequence[MemoryPoint] = ()) -> Chart:
     return Chart(
         name="trade",
         title="Time against memory",
-        caption="Left and low is better. The star is the plan."
-        + (" The line: the fastest in less memory." * bool(points)),
+        caption="Further left and lower is better. The star is the plan."
+        + (" The line: the fastest plan for each amount of memory." * bool(points)),
         columns=("kind", "name", "memory_bytes", "step_s"),
         rows=tuple(rows),
         draw=plan_drawing.trade,
@@ -152,7 +152,7 @@ def cost(points: Sequence[CostPoint]) -> Chart:
     return Chart(
         name="cost",
         title="Time against cost of an epoch",
-        caption="Figures: devices. Filled: no other number is as fast and as cheap.",
+        caption="Each point is a number of devices. Filled: no other number is both as fast and as cheap.",
         columns=("devices", "epoch_s", "cost", "on_frontier"),
         rows=tuple(rows),
         draw=plan_drawing.cost,
@@ -165,7 +165,7 @@ def comparison(difference: Difference) -> Chart:
     rows += [(t.name, t.plan_s, t.other_s) for t in difference.terms]
     return Chart(
         name="beside",
-        title=f"This plan beside {difference.other}",
+        title=f"This plan compared with {difference.other}",
         caption=f"Predicted parts of a step: {seconds(difference.plan_s)} in all here, "
         f"{seconds(difference.other_s)} there.",
         columns=("term", "plan_s", "other_s"),

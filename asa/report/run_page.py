@@ -76,7 +76,7 @@ def first_sentence(story: Story) -> str:
     gains = [c.measured_gain for c in story.changes if c.measured_gain is not None]
     sentence += f", which measured {', '.join(percent(g, signed=True) for g in gains)} of a step" if gains else ""
     sentence += f" and won {seconds(sum(won))}" if won else ""
-    return f"{sentence}; something was found slow {_times(slow)}." if slow else f"{sentence}."
+    return f"{sentence}; something became slow {_times(slow)}." if slow else f"{sentence}."
 
 
 def _times(count: int) -> str:
@@ -121,9 +121,8 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
     return Chart(
         name="timeline",
         title="Step time over the run",
-        caption="Solid: measured, the mean since the last line of the log. Dashed: what the plan "
-        "at the end of each epoch promised. "
-        "Upright lines: another plan was taken, or something was found slow; the list below has the words.",
+        caption="Solid: measured, the mean since the last line of the log. Dashed: predicted by the plan at the end of "
+        "each epoch. Vertical lines: a change of plan, or something that became slow; the list below describes them.",
         columns=("kind", "step", "step_s", "words"),
         rows=tuple(rows),
         draw=plan_drawing.step_times,
@@ -152,7 +151,7 @@ def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
     return Chart(
         name="learning",
         title=f"Validation {metric if has_figure else 'loss'} over training time",
-        caption="A point an epoch; seconds of whole epochs.",
+        caption="One point for each epoch, over the seconds of whole epochs.",
         columns=("panel", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
         draw=partial(drawing.accuracy_over_time, metric=metric) if has_figure else drawing.loss,
@@ -172,7 +171,7 @@ def memory(events: Iterable[Mapping[str, Any]]) -> Chart:
     return Chart(
         name="rank_memory",
         title="Memory of every rank",
-        caption="Bars: measured active peak. Diamonds: promised.",
+        caption="Bars: measured active peak. Diamonds: predicted.",
         columns=("rank", "predicted_bytes", "measured_bytes"),
         rows=tuple(rows),
         draw=plan_drawing.rank_memory,

@@ -29,7 +29,7 @@ def time_to_target(compared: Consistency) -> Chart:
         name="time_to_target",
         title=f"Time to {compared.target}",
         caption="Global batches to the target, measured on one device, times the predicted time of one. Whiskers: from "
-        "the fastest to the slowest seed, times the interval of the step; an arrow where a seed did not arrive.",
+        "the fastest to the slowest seed, times the interval of the step; an arrow if a seed did not reach it.",
         columns=("discipline", "low_s", "mean_s", "high_s"),
         rows=tuple(sorted(rows, key=lambda row: float(row[2] or 0))),
         draw=_times,

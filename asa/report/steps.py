@@ -32,9 +32,9 @@ def charts(trace: Mapping[str, Any]) -> tuple[Chart, ...]:
     """One figure for each of the first traced steps; ``trace`` is that of :func:`asa.report.trace.together`."""
     rows = pieces(trace)
     steps = sorted({int(row[0] or 0) for row in rows})
-    caption = "For every rank: what the plan promised, and below it what the run did. All steps have one scale."
+    caption = "For every rank: the plan, and below it the run. All steps have the same time scale."
     if any(row[2] == "measured" and row[4] == "transfer" and row[5] == row[6] for row in rows):
-        caption += " Of messages between stages on CPUs only the start was measured."
+        caption += " For messages between stages on CPUs, only the start was measured."
     numbers = steps[: max(1, min(MOST, _MOST_PIECES * len(steps) // max(1, len(rows))))]
     end = max((float(row[6] or 0) for row in rows if row[0] in numbers), default=0.0)
     return tuple(

@@ -1,4 +1,5 @@
-"""Page of a study that needs no network: figures first, then the merged table and published numbers."""
+"""Files of a study: values for other programs, tables for papers, and a page that needs no network, with figures first,
+then the merged table and published numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from asa.ir.study import Study
 from asa.report import drawing, page
 from asa.report import study as words
 from asa.report import study_figures as figures
+from asa.report.bench import write_csv
 from asa.report.charts import Chart
 from asa.report.drawing import Row
 from asa.report.study_figures import Figures
@@ -18,18 +20,21 @@ from asa.report.units import ranks
 
 
 def write(study: Study, folder: Path) -> list[Path]:
-    """Write ``report.html`` with figures beside it; returns the page's path."""
+    """Write ``study.csv`` with all values, ``study.md`` and ``study.tex`` with the main ones, and ``report.html`` with
+    figures beside it; returns the paths."""
     rows = figures.of(study)
+    write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
+    codec.write(words.markdown(study, rows), folder / "study.md")
+    codec.write(words.latex(study, rows), folder / "study.tex")
     drawings = [(chart, page.draw(chart, folder / "figures")[1]) for chart in charts(rows) if chart.rows]
-    path = folder / "report.html"
-    codec.write(html(study, rows, drawings), path)
-    return [path]
+    codec.write(html(study, rows, drawings), folder / "report.html")
+    return [folder / name for name in ("study.csv", "study.md", "study.tex", "report.html")]
 
 
 def charts(rows: list[Figures]) -> tuple[Chart, ...]:
     """Throughput over ranks, accuracy and loss over epochs and over time, memory, predicted against measured."""
     last = _longest(rows)
-    return (_throughput(last), _epochs(last), _time(last), _loss(last), _memory(last), _scatter(last))
+    return (_throughput(last), *_learning(last), _memory(last), _scatter(last))
 
 
 def _longest(rows: list[Figures]) -> list[Figures]:
@@ -84,8 +89,8 @@ def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -
         page.html_table("Every cell of the study", tuple(words.TABLE_COLUMNS[i] for i in indices), table),
         *(
             [
-                "<h2>Beside what was published</h2>",
-                page.html_table(f"Figures of others: {sources}", columns, published_rows),
+                "<h2>Compared with published results</h2>",
+                page.html_table(f"Published in: {sources}", columns, published_rows),
             ]
             if published_rows
             else []
@@ -126,26 +131,22 @@ def _points(rows: list[Figures]) -> tuple[Row, ...]:
 _LEARNING = ("panel", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy")
 
 
-def _epochs(rows: list[Figures]) -> Chart:
-    return Chart(
+def _learning(rows: list[Figures]) -> tuple[Chart, Chart, Chart]:
+    """Validation accuracy over epochs and over the time of training, and the loss over epochs."""
+    over_epochs = Chart(
         name="accuracy", title="Validation accuracy over epochs", columns=_LEARNING, rows=_points(rows),
         caption="The same data, order and seed for every strategy.", draw=drawing.accuracy,
     )  # fmt: skip
-
-
-def _time(rows: list[Figures]) -> Chart:
-    return Chart(
-        name="accuracy_time", title="Validation accuracy over training time", columns=_LEARNING, rows=_points(rows),
-        caption="Seconds of steps and waiting for data; validation and the turns of others are not counted.",
+    over_time = replace(
+        over_epochs, name="accuracy_time", title="Validation accuracy over training time",
+        caption="Seconds of steps and of waiting for data, without validation and the turns of other strategies.",
         draw=drawing.accuracy_over_time,
     )  # fmt: skip
-
-
-def _loss(rows: list[Figures]) -> Chart:
-    return Chart(
-        name="loss", title="Validation loss over epochs", columns=_LEARNING, rows=_points(rows),
-        caption="The loss tells learning where accuracy is still near chance.", draw=drawing.loss,
+    loss = replace(
+        over_epochs, name="loss", title="Validation loss over epochs", draw=drawing.loss,
+        caption="The loss shows learning while accuracy is still near that of guessing.",
     )  # fmt: skip
+    return over_epochs, over_time, loss
 
 
 def _memory(rows: list[Figures]) -> Chart:
@@ -170,7 +171,7 @@ def _scatter(rows: list[Figures]) -> Chart:
     ]  # fmt: skip
     return Chart(
         name="predicted_measured", title="Predicted against measured step time",
-        caption="The grey band is within 10 %. Lines: the interval of the prediction.",
+        caption="Inside the grey band the error is at most 10 %. Lines: the interval of the prediction.",
         columns=("panel", "strategy", "measured_s", "predicted_s", "low_s", "high_s"), rows=tuple(chart_rows),
         draw=drawing.predicted_measured,
     )  # fmt: skip

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import RenderableType
-
 from asa.ir.measurements import EpochRecord
-from asa.report.tables import folded, table
+from asa.report.tables import folded
 from asa.report.units import NOTHING, SHARES, error, percent, ranks, rate, seconds, size
 
 
@@ -69,26 +67,6 @@ def _on_ranks(event: Mapping[str, Any]) -> str:
     return f" on rank {numbers}" if len(event["processes"]) == 1 else f" on ranks {numbers}"
 
 
-def epochs(records: Sequence[EpochRecord]) -> RenderableType:
-    """Table of the whole run."""
-    epoch_table = table(
-        "Epochs", ("epoch", "train loss", "val. loss", "val. accuracy", "time", "step", "predicted", "error"), left=0
-    )
-    for r in records:
-        m = r.measurements
-        epoch_table.add_row(
-            str(r.epoch + 1),
-            f"{r.train_loss:.3f}",
-            _figure(r.validation_loss),
-            percent(r.validation_accuracy),
-            seconds(r.seconds),
-            seconds(m.step_time.median),
-            seconds(m.predicted_step_time_s),
-            error(m.predicted_step_time_s, m.step_time.median),
-        )
-    return epoch_table
-
-
 def _figure(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.3f}"
 
@@ -96,7 +74,7 @@ def _figure(value: float | None) -> str:
 def _error_text(predicted: float | None, measured: float | None) -> str:
     """The error of a prediction in words.
 
-    >>> _said(1.1, 1.0), _said(0.5, 1.0), _said(None, 1.0)
+    >>> _error_text(1.1, 1.0), _error_text(0.5, 1.0), _error_text(None, 1.0)
     ('10.0 % too high', '50.0 % too low', 'no comparison')
     """
     text = error(predicted, measured)

@@ -75,7 +75,7 @@ def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = Fal
     few = c.pairs < FEWEST
     interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {_pairs(c)})"
     if c.left == c.right:
-        return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
+        return f"A/A, {c.left} against itself: {interval}: a ratio inside this interval may be noise"
     conclusion = verdict(c, noise, disturbed=disturbed)
     faster = " is faster" if conclusion in (c.left, c.right) else ""
     return f"time of {c.left} over {c.right}: {interval}" + (f": {conclusion}{faster}" if conclusion else "")

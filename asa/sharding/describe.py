@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from asa.errors import UsageError
@@ -20,7 +19,7 @@ from asa.sharding.tensor import detached_copy, example_input, plan_split, sequen
 from asa.tracing import TracedModel
 from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
-from asa.tracing.facts import MORE_FLOPS
+from asa.tracing.facts import MORE_FLOPS, no_backward
 from asa.tracing.fused import fused_attention
 
 _NOTES = 3
@@ -72,10 +71,6 @@ def _token_collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective
     return tuple(collectives)
 
 
-def _never(_: Any) -> Tensor:
-    raise AssertionError("backward through a graph that was only measured")
-
-
 def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tuple[float, float]:
     """(FLOPs, bytes) of one forward over ``samples`` samples on meta tensors: its FLOPs, and the bytes that it saves
     for backward. ``tokens`` is the number of tokens per sample that it reads, if not all."""
@@ -93,7 +88,7 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
             saved[storage._cdata] = storage.nbytes()
 
     counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-    with counter, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
+    with counter, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, no_backward):
         component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
@@ -191,11 +186,10 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
             splits[key] = (*tensor_split(traced_component, first=first, kept_bytes=saved_bytes), facts.name)
         tensor, why, of = splits[key]
         why = why.replace(of, facts.name)
-        weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
         tied = True if traced_component.ties else None
-        if traced_component is traced.components[-1]:
-            weights["saved_bytes_per_sample"] += _loss_bytes(traced, input_shape, num_classes)
-        components.append(Component(**weights, split=tensor, why_whole=why, tied=tied))
+        components.append(replace(facts, split=tensor, why_whole=why, tied=tied))
+    last_bytes = components[-1].saved_bytes_per_sample + _loss_bytes(traced, input_shape, num_classes)
+    components[-1] = replace(components[-1], saved_bytes_per_sample=last_bytes)
     return LayerGraph(
         model=model,
         input_shape=input_shape,

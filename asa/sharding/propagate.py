@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -128,13 +129,6 @@ def _last_dim(node: fx.Node) -> int:
     return len(node.meta["tensor_meta"].shape) - 1
 
 
-def _resolved(module: nn.Module, target: str) -> Any:
-    value: Any = module
-    for atom in target.split("."):
-        value = getattr(value, atom)
-    return value
-
-
 class Walk:
     """One pass over the graph in topological order. Nodes have ``tensor_meta`` from shape propagation."""
 
@@ -157,7 +151,7 @@ class Walk:
         for node in self.module.graph.nodes:
             if node.op in {"call_module", "get_attr"}:
                 target = str(node.target)
-                target_module = _resolved(self.module, target)
+                target_module = attrgetter(target)(self.module)
                 for p in target_module.parameters() if isinstance(target_module, nn.Module) else [target_module]:
                     users.setdefault(id(p), set()).add(target)
         return {t for targets in users.values() if len(targets) > 1 for t in targets}

@@ -6,12 +6,10 @@ the model computes is checked later, when the model is profiled or trained.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +22,7 @@ from asa.sharding.describe import layer_graph
 from asa.sharding.generators import drawing, draws_note
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
+from asa.sharding.tensor import without_values
 from asa.tracing import TracedModel, histories, trace
 from asa.tracing.autocast import LOWER, AutocastOnMeta
 from asa.tracing.remembered import Remembered
@@ -119,11 +118,7 @@ def _check_room(bare_model: Callable[[], nn.Module], name: str) -> None:
 
 def stripped(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the meta device, made without copying any value."""
-    memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in _histories(model)}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
+    return without_values(model, _histories(model))
 
 
 def _histories(model: nn.Module) -> list[Tensor]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Iterable
 from contextlib import redirect_stderr
 from io import StringIO
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from asa.sharding.samples import SampleDropout
 from asa.sharding.tokens import propagate_tokens
 from asa.tracing.component import TracedComponent
 from asa.tracing.preserve import histories
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _SAMPLES = 2
 _SHAPES = "asa_shapes"
@@ -50,7 +53,7 @@ def _propagate_shapes(component: TracedComponent) -> None:
     if all(node.meta.get(_SHAPES) == key for graph in graphs for node in graph.graph.nodes):
         return
     try:
-        for graph, twin in zip(graphs, _without_values(component).graphs(), strict=True):
+        for graph, twin in zip(graphs, without_values(component).graphs(), strict=True):
             ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype, device="meta"))
             for node, like in zip(graph.graph.nodes, twin.graph.nodes, strict=True):
                 node.meta.update(like.meta)
@@ -66,13 +69,13 @@ def _propagate_shapes(component: TracedComponent) -> None:
             node.meta[_SHAPES] = key
 
 
-def _without_values(component: TracedComponent) -> TracedComponent:
-    """A copy on the meta device, made without copying any value."""
+def without_values(module: Module, more: Iterable[Tensor] = ()) -> Module:
+    """A copy of ``module`` on the meta device, made without copying any value, also of ``more`` tensors in it."""
     memo: dict[int, Any] = {}
-    for tensor in (*component.parameters(), *component.buffers()):
+    for tensor in (*more, *module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(component, memo)
+    return copy.deepcopy(module, memo)
 
 
 def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[SplitPlan]:

@@ -4,14 +4,12 @@ from asa.tracing.build import trace
 from asa.tracing.called import UNCUT, CalledModel, called
 from asa.tracing.chain import TracedModel
 from asa.tracing.component import TracedComponent
-from asa.tracing.facts import ComponentFacts
 from asa.tracing.preserve import histories
 from asa.tracing.whole import outcome
 
 __all__ = [
     "UNCUT",
     "CalledModel",
-    "ComponentFacts",
     "TracedComponent",
     "TracedModel",
     "called",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -43,7 +44,7 @@ def _lines(component: TracedComponent, graph: fx.Graph, order: dict[int, int]) -
     for node in graph.nodes:
         target: str = called(node.target)
         if node.op in ("call_module", "get_attr"):
-            target = _description(component, _resolved(component, str(node.target)), order)
+            target = _description(component, attrgetter(str(node.target))(component), order)
         elif node.op == "placeholder":
             target = ""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Number(number[n]))
@@ -66,13 +67,6 @@ class _Number(str):
     """Name of a node, made from its position."""
 
     __slots__ = ()
-
-
-def _resolved(component: TracedComponent, path: str) -> Any:
-    value: Any = component
-    for atom in path.split("."):
-        value = getattr(value, atom)
-    return value
 
 
 def _description(component: TracedComponent, item: Any, order: dict[int, int]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from asa.errors import InvalidInputError
+from asa.ir.graph import Component
 from asa.tracing import ties
 from asa.tracing.again import repeatable
 from asa.tracing.blocks import attends, describe, find_blocks, within
@@ -16,7 +17,7 @@ from asa.tracing.called import UNCUT
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
 from asa.tracing.cuts import Cut, Observation, constants, find_cuts, in_both, observe, segments
-from asa.tracing.facts import ComponentFacts, measure
+from asa.tracing.facts import measure
 from asa.tracing.fingerprint import code, model_fingerprint
 from asa.tracing.merge import Unit, join_shared, merge
 from asa.tracing.preserve import foreign_state, mode, preserved
@@ -236,7 +237,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known_fingerprint: st
     return traced
 
 
-def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
+def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[Component]:
     with preserved(model):
         _set_mode(components, True)
         return measure(model, components, small, large)
@@ -250,7 +251,7 @@ def _chain(
     dims: BatchDims,
     notes: list[str],
     small: Tensor,
-    facts: list[ComponentFacts],
+    facts: list[Component],
 ) -> TracedModel:
     names = {n for c in components for n, _ in (*c.named_parameters(), *c.named_buffers())}
     return TracedModel(

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from asa.ir.graph import Component
 from asa.tracing.component import TracedComponent
-from asa.tracing.facts import ComponentFacts
 from asa.tracing.program import Program, origin
 
 Shape = tuple[int, ...]
@@ -74,7 +74,7 @@ class TracedModel:
 
     name: str
     components: list[TracedComponent]
-    facts: list[ComponentFacts]
+    facts: list[Component]
     input_bytes_per_sample: float
     model_fingerprint: str
     notes: tuple[str, ...]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from asa.ir.graph import Component
 from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
 from asa.tracing.fused import fused_attention
@@ -55,23 +56,6 @@ MORE_FLOPS: dict[Any, Any] = {
 """FLOP formulas for operators that torch's own counter omits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComponentFacts:
-    """The fields of :class:`asa.ir.graph.Component` that tracing determines, with the same names and units."""
-
-    name: str
-    kind: Kind
-    modules: tuple[str, ...]
-    num_parameter_tensors: int
-    parameter_bytes: int
-    largest_parameter_bytes: int
-    buffer_bytes: int
-    flops_per_sample: float
-    output_bytes_per_sample: float
-    saved_bytes_per_sample: float
-    batch_norm: bool
-
-
 @dataclass
 class _Run:
     """Totals of one component over one run."""
@@ -85,7 +69,8 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
-def _never(_: Any) -> Tensor:
+def no_backward(_: Any) -> Tensor:
+    """Raise an error: hook for the saved tensors of a graph on which no backward runs."""
     raise AssertionError("backward through a graph that was only measured")
 
 
@@ -105,7 +90,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
             saved.append(tensor)
 
         flops = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-        with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
+        with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, no_backward):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
         alive += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
@@ -148,9 +133,9 @@ def _modules(component: TracedComponent) -> tuple[str, ...]:
 
 def measure(
     model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor
-) -> list[ComponentFacts]:  # fmt: skip
-    """Facts of the ``components`` of ``model``, run in training mode on batches of two sizes. Each component must have
-    its ``input_shape``.
+) -> list[Component]:  # fmt: skip
+    """The ``components`` of ``model`` as nouns without splits, measured in training mode on batches of two
+    sizes. Each component must have its ``input_shape``.
 
     In a row of components that are equal except for their names, only a few are run. The model is preserved between the
     runs, because what it keeps of one batch may not fit the next.
@@ -171,7 +156,7 @@ def measure(
     for c, index in zip(components, indices, strict=True):
         a, b = (run[components[index]] for run in runs)
         facts.append(
-            ComponentFacts(
+            Component(
                 name=c.name,
                 kind=_kind(c),
                 modules=_modules(c),
@@ -183,6 +168,7 @@ def measure(
                 output_bytes_per_sample=per_sample(a.output_bytes, b.output_bytes),
                 saved_bytes_per_sample=per_sample(a.saved_bytes, b.saved_bytes),
                 batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),
+                split=None,
             )
         )
     return facts

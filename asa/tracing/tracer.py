@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class ModelTracer(fx.Tracer):
         self.opaque: dict[str, str] = {}
         self.checkpointed: dict[str, None] = {}
         self.result: Any = None
-        self._oracle = Oracle(examples, lambda target: resolve(self.root, target))
+        self._oracle = Oracle(examples, lambda target: attrgetter(target)(self.root))
         self._calls: Counter[str] = Counter()
         self._scopes: list[tuple[str, str]] = [("", "")]
         self._keys: Counter[str] = Counter()
@@ -194,14 +195,6 @@ def _marks(m: nn.Module, before: dict[str, Any]) -> str:
     return f"forward assigns {', '.join(marks[:3])}" if marks else ""
 
 
-def resolve(root: nn.Module, target: str) -> Any:
-    """The object at a dotted path below ``root``."""
-    value: Any = root
-    for atom in target.split("."):
-        value = getattr(value, atom)
-    return value
-
-
 def hooked(module: nn.Module) -> bool:
     """Whether a call of ``module`` does more than its ``forward``."""
     return any(vars(module)[kind] for kind in _HOOKS)
@@ -224,7 +217,7 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
             graph = tracer.trace(model)
             contrary = frozenset(p for p, m in model.named_modules() if p and m.training != training)
         named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
-        objects = {target: resolve(model, target) for target in named}
+        objects = {target: attrgetter(target)(model) for target in named}
         graph.lint()
     except fx.proxy.TraceError:
         raise

@@ -23,9 +23,10 @@ from asa.zoo.foreign import (
 )
 from asa.zoo.input_checks import check_outputs, num_classes_of, refusal
 from asa.zoo.inputs import Shape, of_tokens
-from asa.zoo.language import language_model, shape_of
+from asa.zoo.language import language_model
 from asa.zoo.names import check_kind, unknown
 from asa.zoo.plain import PLAIN
+from asa.zoo.sizes import shape_of
 
 _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 518)
 """Image sides that are tried, in this order, to suggest one that works."""

@@ -27,7 +27,7 @@ from asa.executor.consistency import conduct_of
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.measuring import plain_training
 from asa.executor.measuring.model_copies import ModelCopies
-from asa.executor.measuring.tolerance import DRIFT, compressed, distance
+from asa.executor.measuring.tolerance import DRIFT, compressed, distance, norm, relative_error
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.reasons import reasons
@@ -103,15 +103,8 @@ def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
-    """Convert real tensors to ``dtype``, and complex ones to its complex counterpart (``to`` would drop imaginary
-    parts)."""
-    kinds = {False: dtype, True: dtype.to_complex()}
-
-    def converted(t: Tensor) -> Tensor:
-        return t.to(kinds[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t
-
     for component in traced.components:
-        component._apply(converted)
+        plain_training.convert(component, dtype)
 
 
 def _run(
@@ -172,22 +165,6 @@ def _step(
     if model.whole_plan.num_processes > 1:
         dist.all_reduce(share)
     return float(share)
-
-
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(x)))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
-    """Norm of the difference over the reference's norm, or over ``least`` if that is larger."""
-    same = value == reference  # also equal infinities of a mask, whose difference would be NaN
-    delta = _norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
-    finite = torch.where(reference.isinf(), 0.0, reference)
-    return 0.0 if delta == 0 else delta / max(_norm(finite), least, 1e-300)
 
 
 @dataclass(frozen=True)
@@ -289,7 +266,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     for name, reference in one.one64.weights.items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
-        error, floor = (_error(t.weights[name], reference) for t in (outcome.plan64, one.permuted64))
+        error, floor = (relative_error(t.weights[name], reference) for t in (outcome.plan64, one.permuted64))
         allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
         tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
     worst = max(tensors, key=lambda t: t.error / t.allowed)
@@ -331,12 +308,12 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
 def _worst_gradient(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
     """(error, allowed, name) of the first-step gradient with the largest ratio of error to allowed error."""
     # Some gradients are zero up to rounding (a bias before BatchNorm); their errors are relative to the norm of all.
-    least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
+    least = _SMALL_GRADIENT * sum(norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
     errors = []
     for name, reference in one32.gradients.items():
-        error, shuffled = (_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
+        error, shuffled = (relative_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
         # Shards of a convolution may use another algorithm with other rounding, which a permutation does not show.
-        floor = max(shuffled, _error(one64.gradients[name], reference, least))
+        floor = max(shuffled, relative_error(one64.gradients[name], reference, least))
         errors.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
     return max(errors, key=lambda g: g[0] / g[1])
 

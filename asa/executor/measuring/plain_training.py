@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from asa.executor.consistency import conduct_of
-from asa.executor.measuring.tolerance import distance
+from asa.executor.measuring.tolerance import distance, relative_error
 from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
@@ -113,7 +113,7 @@ def plain_steps(
 
     With ``turned``, the samples of every microbatch are reversed, which changes nothing in exact arithmetic.
     """
-    model = _as_float64(_silenced(model)).to(device)
+    model = convert(_silenced(model), torch.float64).to(device)
     if not model.training:
         model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -156,10 +156,13 @@ def _loss(output: Any, labels: Tensor) -> Tensor:
     return loss_of(output, labels)
 
 
-def _as_float64(model: nn.Module) -> nn.Module:
+def convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert real tensors of ``model`` to ``dtype``, and complex ones to its complex counterpart (``to`` would drop
+    imaginary parts); returns ``model``."""
+    kinds = {False: dtype, True: dtype.to_complex()}
+
     def converted(t: Tensor) -> Tensor:
-        kind = torch.float64.to_complex() if t.is_complex() else torch.float64
-        return t.to(kind) if t.is_floating_point() or t.is_complex() else t
+        return t.to(kinds[t.is_complex()]) if t.is_floating_point() or t.is_complex() else t
 
     return model._apply(converted)
 
@@ -268,21 +271,15 @@ def compared(
     for name, reference in plain[1].items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
-        floor = _error(turned[1][name], reference)
+        floor = relative_error(turned[1][name], reference)
         # Tensors that a trace does not use are not in the plan, and training does not change them.
-        error = _error(trained[1][name], reference) if name in trained[1] else 0.0
+        error = relative_error(trained[1][name], reference) if name in trained[1] else 0.0
         tensors.append(Deviation(name, error, max(tolerance, floor_factor * floor)))
     return max(tensors, key=_share)
 
 
 def _share(deviation: Deviation) -> float:
     return math.inf if math.isnan(deviation.error) else deviation.error / deviation.allowed
-
-
-def _error(value: Tensor, reference: Tensor) -> float:
-    difference = torch.where(value == reference, 0.0, value - reference)
-    finite = torch.where(reference.isinf(), 0.0, reference)
-    return float(torch.linalg.vector_norm(difference)) / max(float(torch.linalg.vector_norm(finite)), 1e-300)
 
 
 def worst_dropout(model: ParallelModel, votes: Votes) -> Deviation:

@@ -1,8 +1,9 @@
-"""Verdict on a plan with compressed gradients, whose training differs from that on one device by construction.
+"""Errors of tensors, and the verdict on a plan with compressed gradients.
 
-Errors are those of all gradients and of all weights, each as one vector, and not tensor by tensor. Where addends cancel
-between ranks (the gradient of a bias before BatchNorm), the rounding errors of the addends remain, and the relative
-error of that tensor means nothing.
+Training with compressed gradients differs from that on one device by construction. Errors in its verdict are those of
+all gradients and of all weights, each as one vector, and not tensor by tensor. Where addends cancel between ranks (the
+gradient of a bias before BatchNorm), the rounding errors of the addends remain, and the relative error of that tensor
+means nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,23 @@ def distance(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> f
     references = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in names)
     delta, total = (sum(float(torch.sum(t**2)) for t in each) for each in (differences, references))
     return float((delta / max(total, 1e-300)) ** 0.5)
+
+
+def norm(x: Tensor) -> float:
+    """Euclidean norm of all elements, computed in float64 or complex128."""
+    return float(torch.linalg.vector_norm(_wide(x)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def relative_error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
+    """Norm of the difference over the reference's norm, or over ``least`` if that is larger."""
+    same = value == reference  # also equal infinities of a mask, whose difference would be NaN
+    delta = norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
+    finite = torch.where(reference.isinf(), 0.0, reference)
+    return 0.0 if delta == 0 else delta / max(norm(finite), least, 1e-300)
 
 
 def compressed(

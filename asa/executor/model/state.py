@@ -178,15 +178,20 @@ def full_optimizer_state(
     return entries if model.state_axis is None else united(provided, model.state_axis)
 
 
+def counted_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Identities of the parameters whose number of steps is on their device, where fused kernels read it; loops read it
+    on the host."""
+    groups = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    return {id(p) for parameters in groups for p in parameters}
+
+
 @torch.no_grad()
 def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
     """Replace the optimizer's state by full tensors, for the parameters that this rank updates. Other parameters get no
     state."""
     shapes = {item.name: item for item in local_tensors(model)}
     updated = {id(p) for p in model.updated}
-    # Fused kernels read AdamW's step on the device; loops read it on the host.
-    on_device = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_on_device = {id(p) for parameters in on_device for p in parameters}
+    on_device = counted_on_device(optimizer)
     optimizer.state.clear()
     for full_key, full in state.items():
         name, key = full_key.rsplit("/", 1)
@@ -204,5 +209,5 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
         if parameter is not item.tensor:
             value = local(value)
-        moved = value.to(parameter.device) if value.dim() or id(parameter) in counted_on_device else value
+        moved = value.to(parameter.device) if value.dim() or id(parameter) in on_device else value
         optimizer.state[parameter][key] = moved.clone()

@@ -25,19 +25,10 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return int(torch.cuda.max_memory_allocated(device))
-    lasting = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
-    on_host = {
-        updated_in(worker.optimizer, p) for p in model.offloaded
-    }  # on the host, even if the device uses the same memory
-    states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
-    lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    # Gradients that are reduced in buckets are views of these, which outlive the step; the others are released by it.
-    lasting += model.buckets()
     conduct = worker.conduct
     held = [] if conduct is None else conduct.held()
-    lasting += held
-    base = bytes_of(map(local, lasting))
-    del lasting  # a bucket is not used again while other references to it exist
+    # A bucket is not used again while other references to it exist, so none is kept here.
+    base = bytes_of(map(local, (*_lasting(worker), *held)))
     model.zero_grad()
     events, _ = record(step, device)
     gradients = (local(p.grad) for p in (*model.parameters(), *held) if p.grad is not None)
@@ -47,10 +38,17 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
 
 def state_bytes(worker: Worker) -> int:
     """Bytes that a rank keeps on its device between steps: weights, buffers, gradients and optimizer state."""
+    gradients = [p.grad for p in worker.model.parameters() if p.grad is not None]
+    return bytes_of(map(local, (*_lasting(worker), *gradients)))
+
+
+def _lasting(worker: Worker) -> list[torch.Tensor]:
+    """Tensors on a rank's device that outlive a step: weights, buffers, optimizer state, and buckets of
+    communication, of which gradients are views. Other gradients are released by a step."""
     model = worker.model
+    # On the host, even if the device uses the same memory.
     on_host = {updated_in(worker.optimizer, p) for p in model.offloaded}
     states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
     lasting = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
     lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    lasting += [*model.buckets(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    return bytes_of(map(local, lasting))
+    return [*lasting, *model.buckets()]

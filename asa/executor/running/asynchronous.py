@@ -20,7 +20,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from asa.errors import UsageError, WorkersFailedError
+from asa.errors import WorkersFailedError
 from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import AT_NEED, StarVotes
 from asa.executor.running.loop import TrainingExecutor
@@ -65,8 +65,7 @@ class AsynchronousExecutor(TrainingExecutor):
             WorkersFailedError: the loss is not finite, or this rank was excluded.
         """
         del look  # the plan stays
-        if epoch != self.next_epoch:
-            raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
+        self._check_turn(epoch)
         began, votes = time.perf_counter(), self._votes
         start = self._position
         first = epoch * self._order.samples_per_epoch
@@ -246,16 +245,11 @@ class AsynchronousExecutor(TrainingExecutor):
             a, b = bounds(len(self._test), len(workers), workers.index(votes.rank))
             if a < b:
                 figures = self._worker.validate_locally(_part(self._test, a, b), self.plan.global_batch).take()
-        rows_of_ranks = votes.gather(figures)
-        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
-        if not rows or not math.isfinite(loss):
-            raise WorkersFailedError(
-                f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
-            )
+        loss, accuracy, rows = self._means(figures)
         if rows < len(self._test):
             message = f"validated on {rows:.0f} of {len(self._test)} test images: a worker was lost meanwhile"
             self._announce({"event": "note", "message": message})
-        return loss / rows, hits / rows
+        return loss, accuracy
 
     def _peak_memory(self) -> tuple[int, ...] | None:
         """None: memory is not observed here."""

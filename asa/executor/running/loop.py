@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -180,8 +180,7 @@ class TrainingExecutor(PlannedExecutor):
             NearlyExhausted: a rank is about to run out of memory; all stopped after the same step and saved.
             WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
         """
-        if epoch != self.next_epoch:
-            raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
+        self._check_turn(epoch)
         began, device = time.perf_counter(), self.model.device
         self._meter = Meter(card_of(device))
         energy, cores = Meter(card_of(device)), ProcessorUse()
@@ -232,6 +231,10 @@ class TrainingExecutor(PlannedExecutor):
             learning_rate=rate,
             measurements=replace(timer.measurements(self._peak_memory()), energy_j=joules, utilisation=busy),
         )
+
+    def _check_turn(self, epoch: int) -> None:
+        if epoch != self.next_epoch:
+            raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
 
     def _has_steps_left(self, epoch: int, after: int = 0) -> bool:
         """Whether steps are left in ``epoch`` after ``after`` more samples. An epoch need not use all of its
@@ -317,15 +320,24 @@ class TrainingExecutor(PlannedExecutor):
         counter = self._worker.validate(self._test, self.plan.global_batch, patience.exhausted)
         if counter is None:
             self._preempt()
-        rows_of_ranks = self._votes.gather(counter.take())
-        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
+        loss, accuracy, rows = self._means(counter.take())
         if rows != len(self._test):
             raise WorkersFailedError(f"{rows:.0f} of {len(self._test)} test images were counted")
-        if not math.isfinite(loss):
+        return loss, accuracy
+
+    def _means(self, figures: Sequence[float]) -> tuple[float, float, float]:
+        """(loss, accuracy, rows): means over all ranks' test images, and their number, from the sums of this rank.
+
+        Raises:
+            WorkersFailedError: the loss is not finite.
+        """
+        rows_of_ranks = self._votes.gather(figures)
+        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
+        if not rows or not math.isfinite(loss):
             raise WorkersFailedError(
                 f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
             )
-        return loss / rows, hits / rows
+        return loss / rows, hits / rows, rows
 
     def _memory_so_far(self) -> dict[str, int | None]:
         """Peak of active memory of this rank, and memory reserved by CUDA's allocator, in bytes; None while unknown."""

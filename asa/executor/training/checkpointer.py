@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from asa.executor.training.migration import Traffic, move, parts_of, target_part
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import Worker
-from asa.ir.codec import fingerprint
+from asa.ir.codec import fingerprint, now
 from asa.launch import alive, faults
 
 _MOST_TIMEOUTS = 10
@@ -137,7 +136,7 @@ class Checkpointer:
         plan = worker.model.whole_plan
         return Manifest(
             run=self.run,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now(),
             step=step,
             position=position,
             seed=self.settings.seed,

@@ -22,9 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from asa.errors import WorkersFailedError
 from asa.executor.model.offload import updated_in
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import LocalTensor, local_tensors, restored, stored
+from asa.executor.model.state import LocalTensor, counted_on_device, local_tensors, restored, stored
 from asa.executor.model.votes import Votes
-from asa.ir.region import Box, Region, everything, extent, narrowed, places, size, transfers
+from asa.ir.region import Box, Region, as_region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
 from asa.sharding.parts import as_held, local
 
@@ -194,7 +194,7 @@ def _plan_transfers(descriptions: Sequence[Any]) -> tuple[list[_Tensor], list[_T
             one = by_name.setdefault(name, _Tensor(name, kind, tuple(shape), follows, {}, {}))
             if (one.dtype, one.shape, one.follows) != (kind, tuple(shape), follows):
                 raise WorkersFailedError(f"ranks hold {name} in different forms")
-            one.sources[process] = _region(region)
+            one.sources[process] = as_region(region)
     keys: dict[str, list[_Tensor]] = {}
     for one in by_name.values():
         keys.setdefault(one.name.rsplit("/", 1)[0], []).append(one)
@@ -206,7 +206,7 @@ def _plan_transfers(descriptions: Sequence[Any]) -> tuple[list[_Tensor], list[_T
                 raise WorkersFailedError(f"{name} is {shape} under the new plan, {list(by_name[name].shape)} before")
             for one in keys[name]:
                 if one.name == name or updates:
-                    one.destinations[process] = _region(region) if one.follows else everything(one.shape)
+                    one.destinations[process] = as_region(region) if one.follows else everything(one.shape)
     tensors = list(by_name.values())
     sent_bytes = dict.fromkeys(range(len(descriptions)), 0)
     moves = []
@@ -216,10 +216,6 @@ def _plan_transfers(descriptions: Sequence[Any]) -> tuple[list[_Tensor], list[_T
             for part in _split(box, BUCKET_BYTES // width) if source != target else (box,):
                 moves.append(_Transfer(source, target, index, part, size(part) * width))
     return tensors, moves
-
-
-def _region(dims: Any) -> Region:
-    return tuple(tuple((start, stop) for start, stop in runs) for runs in dims)
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
@@ -241,10 +237,8 @@ def _memory_for(
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
     parameter = updated_in(optimizer, items[name].tensor)
-    # Fused kernels read AdamW's step on the device; loops read it on the host.
-    on_device = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_on_device = any(p is parameter for parameters in on_device for p in parameters)
-    on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or counted_on_device)
+    has_steps = id(parameter) in counted_on_device(optimizer)
+    on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or has_steps)
     return torch.empty(extent(region), dtype=one.dtype, device="cpu" if on_host else local(parameter).device)
 
 

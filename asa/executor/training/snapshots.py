@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asa.executor.training.migration import Part
 from asa.instruments.memory_limits import limits_of
-from asa.ir.region import Region
+from asa.ir.region import as_region
 
 _HEAD = mmap.PAGESIZE
 _WORDS = 64
@@ -74,7 +74,7 @@ def read(file: int, step: int) -> Snapshot:
     for name, dtype, shape, region, follows, local_shape, size in head["parts"]:
         tensor = data[start : start + size].clone().view(getattr(torch, dtype)).reshape(local_shape)
         start += -(-size // 16) * 16
-        parts.append(Part(name, tuple(shape), _region(region), tensor, follows))
+        parts.append(Part(name, tuple(shape), as_region(region), tensor, follows))
     return Snapshot(
         step=step, position=head["position"], plan=head["plan"], loss_scale=head["scale"], parts=parts
     )  # fmt: skip
@@ -115,10 +115,6 @@ class RowSnapshots:
         """The newest rows; None if there are none."""
         step = newest((self.file,), self.plan)
         return {part.name: part.tensor for part in read(self.file, step).parts} if step else None
-
-
-def _region(dims: Sequence[Sequence[Sequence[int]]]) -> Region:
-    return tuple(tuple((a, b) for a, b in runs) for runs in dims)
 
 
 @dataclass

@@ -24,7 +24,7 @@ def _indented(text: str, spaces: int) -> str:
 
 def kubernetes(job: Job) -> str:
     """A manifest for ``kubectl apply``: the plan as a ConfigMap, a headless service, and an indexed Job (Kubernetes
-    1.31 or newer). An evicted pod is replaced and does not count as a failure.
+    1.27 or later). An evicted pod is replaced and does not count as a failure.
 
     Raises:
         UsageError: no image was named.

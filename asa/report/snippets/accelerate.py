@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from asa.ir.plan import Plan
 from asa.report.grid import Grid, grid_as
-from asa.report.snippets.pieces import (
-    CLASSES,
-    RATES,
-    SPLIT,
-    SPLIT_IMPORTS,
-    batch_lines,
-    header,
-    listed,
-    loss_lines,
-    model_lines,
-    names,
-)
+from asa.report.snippets import pieces
 from asa.report.uniform_choice import Choice
 
 _PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -28,11 +17,11 @@ _PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 def accelerate(plan: Plan, choice: Choice) -> str:
     """The script; ``torchrun`` starts it on every rank."""
     ranks, name = plan.num_ranks, choice.name
-    more, build = model_lines(plan)
-    loss_import, loss = loss_lines(plan)
+    more, build = pieces.model_lines(plan)
+    loss_import, loss = pieces.loss_lines(plan)
     grid = grid_as(plan, name)
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
-    x, y = batch_lines(plan, str(rows), "device=accelerator.device")
+    x, y = pieces.batch_lines(plan, str(rows), "device=accelerator.device")
     imports, options, code = _how(plan, name, grid)
     split = (
         f"""
@@ -43,7 +32,7 @@ model.tp_size = {grid.tensor}"""
     )
     import_lines = "\n".join(sorted({loss_import, more, *imports}, key=lambda line: (line.startswith("from"), line)))
     return f"""\
-{header(plan, choice)}#
+{pieces.header(plan, choice)}#
 # torchrun --standalone --nproc-per-node {ranks} FILE
 import os
 
@@ -61,7 +50,7 @@ if accelerator.num_processes != RANKS:
     raise SystemExit(f"{{accelerator.num_processes}} processes of {{RANKS}}: start this with the torchrun line above")
 torch.manual_seed(0)
 model = {build}{split}
-optimizer = torch.optim.{CLASSES[plan.optimizer]}(model.parameters(), {RATES[plan.optimizer]})
+optimizer = {pieces.optimizer(plan, "model.parameters()")}
 model, optimizer = accelerator.prepare(model, optimizer)
 for step in range(STEPS):
     for part in range(MICROBATCHES):
@@ -92,8 +81,8 @@ def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str, str]:
     sizes += [f"dp_shard_size={shards}"] if shards > 1 else []
     if grid.tensor > 1:
         sizes.append(f"tp_size={grid.tensor}")
-        imports += SPLIT_IMPORTS
-        code = f"\n\nSPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
+        imports += pieces.SPLIT_IMPORTS
+        code = f"\n\n{pieces.split_code(plan)}"
     if shards > 1:
         imports.append("from accelerate import Accelerator, FullyShardedDataParallelPlugin")
         options = (

@@ -6,18 +6,7 @@ import re
 
 from asa.ir.plan import Plan
 from asa.report.grid import Grid, grid_as
-from asa.report.snippets.pieces import (
-    CLASSES,
-    RATES,
-    SPLIT,
-    SPLIT_IMPORTS,
-    batch_lines,
-    header,
-    listed,
-    loss_lines,
-    model_lines,
-    names,
-)
+from asa.report.snippets import pieces
 from asa.report.uniform_choice import Choice
 
 _PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -34,8 +23,8 @@ def shard(model, mesh):
 def fabric(plan: Plan, choice: Choice) -> str:
     """The script; it starts its own processes."""
     name, ranks = choice.name, plan.num_ranks
-    more, build = model_lines(plan)
-    loss_import, loss = loss_lines(plan)
+    more, build = pieces.model_lines(plan)
+    loss_import, loss = pieces.loss_lines(plan)
     grid = grid_as(plan, name)
     imports, code = _how(plan, name, grid)
     strategy = {"ddp": "DDPStrategy(gradient_as_bucket_view=True)", "single": '"auto"'}.get(
@@ -43,10 +32,10 @@ def fabric(plan: Plan, choice: Choice) -> str:
     )
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
     waits = f"part + 1 < {plan.num_microbatches}" if grid.data > 1 else "False"
-    x, y = batch_lines(plan, str(rows), "device=fabric.device")
+    x, y = pieces.batch_lines(plan, str(rows), "device=fabric.device")
     lines = "\n".join(imports)
     text = f"""\
-{header(plan, choice)}#
+{pieces.header(plan, choice)}#
 # python FILE
 import os
 
@@ -65,7 +54,7 @@ fabric = Fabric(
 fabric.launch()
 torch.manual_seed(0)
 model = fabric.setup({build})
-optimizer = torch.optim.{CLASSES[plan.optimizer]}(model.parameters(), {RATES[plan.optimizer]}, foreach=False)
+optimizer = {pieces.optimizer(plan, "model.parameters()", ", foreach=False")}
 optimizer = fabric.setup_optimizers(optimizer)
 group = fabric.global_rank // {grid.tensor}  # ranks of one tensor group see the same samples
 for step in range(int(os.environ.get("STEPS", "10"))):
@@ -90,13 +79,13 @@ def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str]:
         return (["from lightning.fabric.strategies import DDPStrategy"] if name == "ddp" else []), ""
     imports, code, steps = ["from lightning.fabric.strategies import ModelParallelStrategy"], "", []
     if grid.tensor > 1:
-        imports += SPLIT_IMPORTS
-        code += f"SPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
+        imports += pieces.SPLIT_IMPORTS
+        code += pieces.split_code(plan)
         steps.append('split(model, mesh["tensor_parallel"])')
     if grid.data > 1:
         imports.append("from torch.distributed.fsdp import fully_shard")
         reshard = grid.strategy in ("zero3", "hsdp")
-        code += f"NAMES = {listed(names(plan))}\n\n\n{_SHARD.format(reshard=reshard)}\n\n"
+        code += f"NAMES = {pieces.listed(pieces.names(plan))}\n\n\n{_SHARD.format(reshard=reshard)}\n\n"
         steps.append('shard(model, mesh["data_parallel"])')
     body = "\n".join(f"    {step}" for step in steps)
     return imports, f"{code}def parallelize(model, mesh):\n{body}\n    return model\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from asa.ir.plan import Plan
 from asa.report.uniform_choice import Choice
 from asa.report.units import ranks
+from asa.zoo.names import OWN
 
-_OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 _SEGMENTATION = ("deeplabv3_", "fcn_", "lraspp_")
 _INCEPTION_AUX_SIDE = 299
 RATES = {"sgd": "lr=0.1, momentum=0.9, weight_decay=5e-4", "adamw": "lr=1e-3, weight_decay=0.05"}
@@ -84,7 +84,7 @@ def model_lines(plan: Plan) -> tuple[str, str]:
 def _built_by_asa(plan: Plan) -> bool:
     if len(plan.input_shape) == 1:
         return True
-    return ":" in plan.model_spec or plan.model_spec in _OWN or plan.input_shape[0] != 3
+    return ":" in plan.model_spec or plan.model_spec in OWN or plan.input_shape[0] != 3
 
 
 def loss_lines(plan: Plan) -> tuple[str, str]:
@@ -105,6 +105,16 @@ def batch_lines(plan: Plan, rows: str, options: str) -> tuple[str, str]:
         f"torch.randn({rows}, {shape}, {options})",
         f"torch.randint({plan.num_classes}, ({rows},), {options})",
     )
+
+
+def optimizer(plan: Plan, parameters: str, options: str = "") -> str:
+    """The expression that makes the optimizer of ``parameters``, both as code."""
+    return f"torch.optim.{CLASSES[plan.optimizer]}({parameters}, {RATES[plan.optimizer]}{options})"
+
+
+def split_code(plan: Plan) -> str:
+    """Code that defines ``split``, with the names of the components to split."""
+    return f"SPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
 
 
 def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list[str]:

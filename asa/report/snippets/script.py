@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from asa.ir.plan import Plan
 from asa.report.left_out import even_batch, parts_of, short
-from asa.report.snippets.pieces import (
-    CLASSES,
-    DTYPES,
-    RATES,
-    SPLIT,
-    SPLIT_IMPORTS,
-    batch_lines,
-    header,
-    listed,
-    loss_lines,
-    model_lines,
-    names,
-)
+from asa.report.snippets import pieces
 from asa.report.uniform_choice import Choice
 
 _IMPORTS = {
@@ -29,7 +17,7 @@ _IMPORTS = {
     "fsdp": ("from torch.distributed.fsdp import fully_shard",),
     "tensor": (
         "from torch.distributed.device_mesh import init_device_mesh",
-        *SPLIT_IMPORTS,
+        *pieces.SPLIT_IMPORTS,
     ),
 }
 _SCHEDULES = {"layers": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -59,16 +47,16 @@ def torch_script(plan: Plan, choice: Choice) -> str:
 
 
 def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[str]) -> str:
-    more, build = model_lines(plan)
-    loss, _ = loss_lines(plan)
+    more, build = pieces.model_lines(plan)
+    loss, _ = pieces.loss_lines(plan)
     batch, microbatches = _cut(plan, choice.name)
-    x, y = batch_lines(plan, "GLOBAL_BATCH", "generator=generator")
+    x, y = pieces.batch_lines(plan, "GLOBAL_BATCH", "generator=generator")
     start = f"torchrun --standalone --nproc-per-node {plan.num_ranks} FILE"
     plain = ["import torch", "import torch.distributed as dist"]
     third = sorted(line for line in (loss, more) if line.startswith("import"))
     own_imports = [line for line in (loss, more) if not line.startswith("import")]
     lines = [
-        f"{header(plan, choice)}#\n# {start}",
+        f"{pieces.header(plan, choice)}#\n# {start}",
         "import os",
         *(["from contextlib import nullcontext"] if choice.name in ("ddp", "zero1") else []),
         "",
@@ -112,21 +100,21 @@ _PLACE = """\
 def _one_stage(plan: Plan, choice: Choice) -> str:
     name = choice.name
     constants, imports = [], _IMPORTS.get(name, ())
-    recomputed = names(plan, checkpoint=True)
+    recomputed = pieces.names(plan, checkpoint=True)
     if name in ("fsdp", "zero2"):
-        constants.append(f"UNITS = {listed(names(plan))}  # gathered one at a time")
+        constants.append(f"UNITS = {pieces.listed(pieces.names(plan))}  # gathered one at a time")
     if name == "tensor":
-        split = names(plan, tensor=True) or names(plan)
-        constants.append(f"SPLIT = {listed(split)}")
+        split = pieces.names(plan, tensor=True) or pieces.names(plan)
+        constants.append(f"SPLIT = {pieces.listed(split)}")
     if recomputed:
-        constants.append(f"RECOMPUTED = {listed(recomputed)}")
+        constants.append(f"RECOMPUTED = {pieces.listed(recomputed)}")
         imports = (
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
             *imports,
         )
     text = _top(plan, choice, imports, constants)
     if name == "tensor":
-        text += SPLIT
+        text += pieces.SPLIT
     text += "def main():\n" + _PLACE.format(cuda=plan.device_type == "cuda")
     text += "    net = build_model().to(device)\n"
     text += _RECOMPUTE if recomputed else ""
@@ -136,12 +124,12 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
         text += _FSDP.format(reshard=name == "fsdp")
     elif name == "tensor":
         text += f"    split(net, init_device_mesh({plan.device_type!r}, (RANKS,)))\n"
-    optimizer, rates = f"torch.optim.{CLASSES[plan.optimizer]}", RATES[plan.optimizer]
     if name == "zero1":
+        optimizer, rates = f"torch.optim.{pieces.CLASSES[plan.optimizer]}", pieces.RATES[plan.optimizer]
         text += f"    optimizer = ZeroRedundancyOptimizer(net.parameters(), {optimizer}, {rates})\n"
     else:
         more = ", foreach=False" if name in ("tensor", "fsdp", "zero2") else ""
-        text += f"    optimizer = {optimizer}(net.parameters(), {rates}{more})\n"
+        text += f"    optimizer = {pieces.optimizer(plan, 'net.parameters()', more)}\n"
     whole_batch = name in ("single", "tensor")
     text += "    for step in range(STEPS):\n        x, y = batch(step)\n"
     if not whole_batch:
@@ -152,7 +140,7 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
     text += "        total = 0.0\n        for i, (inputs, labels) in enumerate(parts):\n"
     # Weights by number of rows, which give the mean over the whole batch for any division.
     share = "len(labels) / GLOBAL_BATCH" if whole_batch else "len(labels) * RANKS / GLOBAL_BATCH"
-    body = _autocast(plan) + f"                loss = {loss_lines(plan)[1]}(net(inputs), labels) * ({share})\n"
+    body = _autocast(plan) + f"                loss = {pieces.loss_lines(plan)[1]}(net(inputs), labels) * ({share})\n"
     if name in ("fsdp", "zero2"):
         text += "            net.set_requires_gradient_sync(i + 1 == len(parts))\n"
     if name in ("ddp", "zero1"):
@@ -176,7 +164,7 @@ def _cut(plan: Plan, name: str) -> tuple[int, int]:
 
 def _autocast(plan: Plan) -> str:
     on = plan.precision in ("bf16", "fp16")
-    dtype = f", dtype=torch.{DTYPES[plan.precision]}" if on else ", enabled=False"
+    dtype = f", dtype=torch.{pieces.DTYPES[plan.precision]}" if on else ", enabled=False"
     scaler = "  # add torch.amp.GradScaler" if plan.precision == "fp16" else ""
     return f"            with torch.autocast(device.type{dtype}):{scaler}\n"
 
@@ -185,10 +173,9 @@ def _pipeline(plan: Plan, choice: Choice) -> str:
     schedule = _SCHEDULES["gpipe" if short(plan, choice.name) else choice.name]
     cuts = [plan.components[i].name for i in plan.starts()[1:]]
     imports = (f"from torch.distributed.pipelining import {schedule}, SplitPoint, pipeline",)
-    constants = [f"CUTS = {listed(cuts)}  # the first module of every stage but the first"]
+    constants = [f"CUTS = {pieces.listed(cuts)}  # the first module of every stage but the first"]
     text = _top(plan, choice, imports, constants) + "def main():\n"
     text += _PLACE.format(cuda=plan.device_type == "cuda")
-    optimizer, rates = f"torch.optim.{CLASSES[plan.optimizer]}", RATES[plan.optimizer]
     return (
         text
         + f"""\
@@ -196,8 +183,8 @@ def _pipeline(plan: Plan, choice: Choice) -> str:
     cuts = {{name: SplitPoint.BEGINNING for name in CUTS}}
     pipe = pipeline(build_model(), mb_args=(x[: GLOBAL_BATCH // MICROBATCHES],), split_spec=cuts)
     stage = pipe.build_stage(rank, device)
-    schedule = {schedule}(stage, n_microbatches=MICROBATCHES, loss_fn={loss_lines(plan)[1]})
-    optimizer = {optimizer}(stage.submod.parameters(), {rates})
+    schedule = {schedule}(stage, n_microbatches=MICROBATCHES, loss_fn={pieces.loss_lines(plan)[1]})
+    optimizer = {pieces.optimizer(plan, "stage.submod.parameters()")}
     for step in range(STEPS):
         x, y = batch(step)
         if rank == 0:

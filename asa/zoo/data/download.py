@@ -16,6 +16,8 @@ from asa.zoo.data.official import Official, Origin
 
 Opener = Callable[..., Any]
 """Function like ``urllib.request.urlopen``: (url, timeout=seconds) -> a readable context manager."""
+_TIMEOUT_S = 30.0
+"""Longest wait for the network in seconds, not for the whole transfer."""
 
 
 def _digest(path: Path) -> str:
@@ -37,12 +39,12 @@ def _copy(source: Any, target: IO[bytes], origin: Origin) -> None:
         raise InvalidInputError(f"the download of {origin.file} has {got}; it was discarded")
 
 
-def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> None:
+def _get(origin: Origin, directory: Path, opener: Opener) -> None:
     failures: list[str] = []
     for url in origin.urls:
         handle, name = tempfile.mkstemp(dir=directory, prefix=f".{origin.file}.", suffix=".tmp")
         try:
-            with os.fdopen(handle, "wb") as target, opener(url, timeout=timeout_s) as source:
+            with os.fdopen(handle, "wb") as target, opener(url, timeout=_TIMEOUT_S) as source:
                 _copy(source, target, origin)
             os.chmod(name, 0o644)
             os.replace(name, directory / origin.file)
@@ -58,10 +60,8 @@ def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> N
     )
 
 
-def download(what: Official, directory: Path, *, opener: Opener | None = None, timeout_s: float = 30.0) -> None:
+def download(what: Official, directory: Path, *, opener: Opener | None = None) -> None:
     """Download the official files of ``what`` into ``directory``. Existing files with the right checksum are kept.
-
-    ``timeout_s`` limits every wait for the network in seconds, not the whole transfer.
 
     Raises:
         UnavailableError: no address returned the right bytes, or the directory cannot be written.
@@ -72,6 +72,6 @@ def download(what: Official, directory: Path, *, opener: Opener | None = None, t
         for origin in what.origins:
             path = directory / origin.file
             if not (path.is_file() and path.stat().st_size == origin.size and _digest(path) == origin.sha256):
-                _get(origin, directory, opener, timeout_s)
+                _get(origin, directory, opener)
     except OSError as error:
         raise UnavailableError(f"cannot write downloads to {directory}: {error.strerror or error}") from None

@@ -8,7 +8,7 @@ mean 0 and standard deviation 1 of the training part; floating samples of a data
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -66,8 +66,8 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
 
     origin, _, rest = spec.partition(":")
     named: dict[str, Callable[[str, Shape | None], readers.Parts]] = {
-        "folder": readers.folder, "csv": readers.csv_table, "parquet": readers.parquet, "arrow": readers.arrow,
-        "coco": coco.folder, "hf": readers.hub,
+        "folder": readers.folder, "csv": readers.csv_table, "parquet": partial(readers.columnar, "parquet"),
+        "arrow": partial(readers.columnar, "arrow"), "coco": coco.folder, "hf": readers.hub,
     }  # fmt: skip
     parts = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
     train, test = (parts.train, parts.test) if parts.test is not None else _divided(parts.train)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -258,22 +258,14 @@ def csv_table(path: str, shape: Shape | None) -> Parts:
     return _table([columns], shape, f"csv:{path}")
 
 
-def parquet(path: str, shape: Shape | None) -> Parts:
-    """Read a Parquet file with pyarrow: like :func:`csv_table`, or with a column of images (bytes, as on the hub).
+def columnar(kind: Literal["parquet", "arrow"], path: str, shape: Shape | None) -> Parts:
+    """Read a Parquet file, or an Arrow file or stored stream as written by ``datasets``, with pyarrow: like
+    :func:`csv_table`, or with a column of images (bytes, as on the hub).
 
     Raises:
         UnavailableError: pyarrow is missing.
         InvalidInputError: no such table, or one that cannot be used.
     """
-    return _columnar("parquet", path, shape)
-
-
-def arrow(path: str, shape: Shape | None) -> Parts:
-    """Read an Arrow file, or a stored stream as written by ``datasets``; like :func:`parquet`."""
-    return _columnar("arrow", path, shape)
-
-
-def _columnar(kind: str, path: str, shape: Shape | None) -> Parts:
     spec = f"{kind}:{path}"
     try:
         import pyarrow

@@ -39,17 +39,19 @@ def _from_files(root: Path, what: Official, split: Split) -> ImageSet | None:
     images, labels, location = contents
     official = sum(count for _, count in what.files[split][: 1 if what.label_bytes == 0 else None])
     note = "" if len(labels) == official else f" (the official set has {official})"
+    source = f"{what.title}, {split}: {len(labels)} images{note} from {location}."
+    return _images(what, images, labels, what.mean, what.std, what.name, source)
+
+
+def _images(
+    what: Official, images: Tensor, labels: Tensor, mean: tuple[float, ...], std: tuple[float, ...], name: str,
+    source: str,
+) -> ImageSet:  # fmt: skip
+    """Images and labels in the format of ``what``."""
     return ImageSet(
-        images=images,
-        labels=labels,
-        num_classes=what.num_classes,
-        mean=what.mean,
-        std=what.std,
-        name=what.name,
-        source=f"{what.title}, {split}: {len(labels)} images{note} from {location}.",
-        shape=what.shape,
-        flips=what.flips,
-    )
+        images=images, labels=labels, num_classes=what.num_classes, mean=mean, std=std, name=name, source=source,
+        shape=what.shape, flips=what.flips,
+    )  # fmt: skip
 
 
 _stand_ins: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {}
@@ -67,20 +69,11 @@ def _stand_in(what: Official, split: Split, name: str) -> ImageSet:
     images, labels, _ = contents
     mean, std = _stand_ins[what.name]
     origin = "asked for by name" if name == "synthetic" else "no --data-root was given"
-    return ImageSet(
-        images=images,
-        labels=labels,
-        num_classes=what.num_classes,
-        mean=mean,
-        std=std,
-        name=name,
-        source=(
-            f"Made-up images in {what.title}'s format, {split}: {len(labels)} of {what.num_classes} classes "
-            f"({origin}); they can be learned, but say nothing about {what.title}."
-        ),
-        shape=what.shape,
-        flips=what.flips,
+    source = (
+        f"Made-up images in {what.title}'s format, {split}: {len(labels)} of {what.num_classes} classes "
+        f"({origin}); they can be learned, but say nothing about {what.title}."
     )
+    return _images(what, images, labels, mean, std, name, source)
 
 
 def _digits(split: Split) -> ImageSet:

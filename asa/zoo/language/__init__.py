@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from asa.zoo.language.attention import CausalAttention
 from asa.zoo.language.gpt2 import GPT2
 from asa.zoo.language.llama import Llama
-from asa.zoo.sizes import SHAPES, GPT2Shape, LlamaShape, shape_of
-
-__all__ = ["GPT2", "SHAPES", "CausalAttention", "GPT2Shape", "Llama", "LlamaShape", "language_model", "shape_of"]
+from asa.zoo.sizes import GPT2Shape, LlamaShape
 
 
 def language_model(shape: GPT2Shape | LlamaShape, *, vocabulary: int, tokens: int) -> GPT2 | Llama:
