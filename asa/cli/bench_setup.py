@@ -179,13 +179,8 @@ def _with_fewer_classes(images: ImageSet, classes: int) -> dict[str, Any]:
     return replacements | ({"images": images.images % classes} if len(images.shape) == 1 else {})
 
 
-def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
-    """Description of this machine."""
-    return machine(device, gpus, cluster.backend)
-
-
-def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> nouns.BenchEnvironment:
-    """Description of this machine with ``gpus`` ranks on ``backend``."""
+def machine(device: DeviceType, gpus: int) -> nouns.BenchEnvironment:
+    """Description of this machine, for documents of a run with ``gpus`` ranks."""
     import torch
 
     from asa.profiler.machine import device_record
@@ -195,7 +190,7 @@ def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> 
         device_name=device_record(torch.device(device)).name,
         num_devices=gpus,
         cpu_cores=usable_cores(),
-        backend=backend,
+        backend="nccl" if device == "cuda" else "gloo",
         python_version=platform.python_version(),
         torch_version=torch.__version__,
         asa_version=asa.__version__,
