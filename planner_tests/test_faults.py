@@ -113,7 +113,7 @@ def test_whatever_happens_nothing_is_lost(
     assert [e["epoch"] for e in result["epochs"]] == [0, 1, 2], "also that of an epoch whose checkpoint came last"
 
 
-def test_a_request_to_stop_that_comes_while_starting_saves_and_resumes(tmp_path: Path) -> None:
+def test_a_request_to_stop_that_comes_while_starting_saves_nothing_and_the_run_begins_anew(tmp_path: Path) -> None:
     with fork_beside_threads():
         pid = os.fork()
     if not pid:  # a process with one thread, like a command that has just begun
@@ -123,11 +123,12 @@ def test_a_request_to_stop_that_comes_while_starting_saves_and_resumes(tmp_path:
             os.kill(os.getpid(), signal.SIGTERM)
             _train(tmp_path)
         except PreemptedError as error:
-            code = error.exit_code if str(error).startswith("stopped on request after step 0, saved to") else 2
+            code = error.exit_code if str(error).startswith("stopped on request before the first step") else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
-    assert [e["epoch"] for e in _train(tmp_path, resume=True)["epochs"]] == [0, 1]
+    assert not list(tmp_path.glob("checkpoints/*"))
+    assert [e["epoch"] for e in _train(tmp_path)["epochs"]] == [0, 1]
     _train(tmp_path / "whole")
     assert all(torch.equal(v, _state(tmp_path / "whole")[n]) for n, v in _state(tmp_path).items())
 

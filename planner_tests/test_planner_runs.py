@@ -79,7 +79,7 @@ def drawn(rng: random.Random, found: Formulation) -> Choice:
 @pytest.mark.parametrize("m", [1, 2])
 def test_what_runs_are_said_to_hold_is_never_more_than_is_printed(cluster, m):
     prices = Prices(space(cluster, microbatches=m))
-    found = formulate(prices, 8, m, anything, every=True, likely_tight=True, wrapped=True)
+    found = formulate(prices, 8, m, anything, likely_tight=True, wrapped=True)
     runs, rng, told = Runs(prices, found), random.Random(m), []
     exact = short = 0
     for _ in range(30):
