@@ -1,10 +1,9 @@
 """Discrete-event simulation of workers that pull weights from servers and push gradients to them.
 
 In a cycle a worker waits while the age of some worker's gradient has reached the window, then pulls, computes
-``period`` steps and pushes. A server's link receives the gradients
-of one worker at a time, and sends the weights for one worker at a time, in order of arrival. Its processor applies one
-push at a time. A worker pulls again when its push is applied. Under a synchronous discipline the servers add up the
-pushes of all workers and update once.
+``period`` steps and pushes. A server's link receives the gradients of one worker at a time, and sends the weights for
+one worker at a time, in order of arrival. Its processor applies one push at a time. A worker pulls again when its push
+is applied. Under a synchronous discipline the servers add up the pushes of all workers and update once.
 
 A server that shares a worker's device delays this worker by its updates. Without servers (``hogwild``) every worker
 writes to shared memory: there are no queues, and each worker computes its updates.
@@ -133,10 +132,13 @@ class Served:
         window = self.discipline.window
         if not window:
             return window == 0 and lead > 0
-        while self._begun and not ((w := self._workers[self._begun[0][0]]).computing and w.clock == self._begun[0][1]):
+        while self._begun and not self._under_way(*self._begun[0][:2]):
             self._begun.popleft()
         limit = window * self._batch * (1 - 1e-12)
         return bool(self._begun) and self._accepted - self._begun[0][2] >= limit
+
+    def _under_way(self, w: int, clock: int) -> bool:
+        return self._workers[w].computing and self._workers[w].clock == clock
 
     def _push(self, w: int) -> None:
         me, worker = self._workers[w], self.machine.workers[w]
