@@ -81,6 +81,31 @@ def test_what_all_ranks_have_in_common_takes_longer_to_believe_and_faster_than_p
     assert _said(_findings(), (-0.4, -0.4), 40) == []
 
 
+@pytest.mark.parametrize("compared", [False, True], ids=["predicted", "compared"])
+def test_what_the_last_steps_deny_is_not_reported(compared: bool) -> None:
+    """Rank 0 seemed slower for a while; then rank 1 becomes slow, and rank 0 is faster than ever."""
+    costs, findings, relative = Costs(2, 1), _findings(), Compared(2)
+    lines: list[str] = []
+    for own, windows in (((0.1, 0.1), 4), ((0.116, 0.1), 6), ((0.08, 0.21), 6)):
+        for _ in range(windows):
+            measured = _window(own, stolen=(0.0, 0.5 if own[1] > 0.2 else 0.0))
+            if compared:
+                found = relative.window(measured, 2)
+            else:
+                costs.observe(measured, _Promise(), (0, 1), 2, ())
+                found = findings.slow(
+                    costs.slowness(), measured, _Promise(), (0, 1), by_rank=True, steps=2, doubts=costs.doubts()
+                )  # type: ignore[arg-type]
+            lines += [f.line for f in found if f.where == 0 and not f.ended]
+    assert lines == []
+
+
+def test_plans_are_made_for_all_ranks_as_they_are_when_one_is_found_slow() -> None:
+    findings = _findings()
+    assert len(_said(findings, (-0.2, 0.6), 12, stolen=(0.0, 0.5))) == 1
+    assert findings.planned == Slowness(common=-0.2, ranks=(0.0, pytest.approx(0.8)), levels=(0.0,))
+
+
 def test_a_rank_slower_than_others_but_not_than_promised_is_told_so() -> None:
     found = _said(_findings(), (-0.4, 0.0), 20)
     assert [f.line.split(" (")[0] for _, f in found] == ["rank 1's compute takes 1.49 times as long as that of others"]

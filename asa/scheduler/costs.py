@@ -292,6 +292,10 @@ class Costs:
         deviation = math.sqrt(sum(self.ranks[p].variance for _, p in group)) / len(group)
         return previous if LIKE < abs(common - previous) <= min(_SURER * deviation, 2 * LIKE) else common
 
+    def doubts(self) -> tuple[float, ...]:
+        """By process, by how much the logarithm over the last steps differs from the estimate; 0 if it does not."""
+        return tuple(f.doubt - f.mean if f.doubtful else 0.0 for f in self.ranks)
+
     def _level(self, index: int, factor: Factor) -> float:
         was_different = self._last is not None and self._last.levels[index] != 0
         slow = factor.known and abs(factor.mean) > _least_difference(factor.variance) / (2 if was_different else 1)

@@ -187,10 +187,11 @@ class Decider:
         self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.current)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
-                slowness, measured, expected, current.processes, by_rank=self.costs.by_rank, steps=steps
+                slowness, measured, expected, current.processes, by_rank=self.costs.by_rank, steps=steps,
+                doubts=self.costs.doubts(),
             )  # fmt: skip
-            reported = self._findings.reported  # short disturbances do not change a plan
-            slowness = replace(slowness, common=reported.common, ranks=reported.ranks, levels=reported.levels)
+            planned = self._findings.planned  # short disturbances do not change a plan
+            slowness = replace(slowness, common=planned.common, ranks=planned.ranks, levels=planned.levels)
         for f in self.found:
             if f.cause not in ("data", "figures"):
                 cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
@@ -498,7 +499,7 @@ class Decider:
                 group, sharing_shift(group, change.target.processes, sum(p in group for p in change.before.processes))
             )
         if self._groups.established:  # ranks that share a core now have a larger or smaller part of it
-            self._findings.reported = self.costs.slowness()
+            self._findings.take_for_granted(self.costs.slowness())
         self._next_s = change.promised_s
         self._recent = _Recent(self.policy.probation_steps)
         if change.kind == "rollback":

@@ -92,11 +92,12 @@ def _other_processes(measured: Measurements, processes: Sequence[int]) -> str:
 
 @dataclass
 class Findings:
-    """The findings so far, so that nothing is reported twice. ``reported``: the reported factors, with which plans are
-    chosen, too."""
+    """The findings so far, so that nothing is reported twice. ``reported``: each factor when it was last reported;
+    ``planned``: all factors at the last change that lasted, with which plans are chosen."""
 
     cluster: Cluster
     reported: Slowness
+    planned: Slowness = field(init=False)
     data: float = 0.0
     ignored: set[int] = field(default_factory=set)
     heavy: set[object] = field(default_factory=set)
@@ -105,6 +106,13 @@ class Findings:
     variation: UsualVariation = field(default_factory=UsualVariation)
     stolen: set[int] = field(default_factory=set)
     """Slow processes whose cores others use, or used when they became slow."""
+
+    def __post_init__(self) -> None:
+        self.planned = self.reported
+
+    def take_for_granted(self, now: Slowness) -> None:
+        """Go on from ``now`` without a finding."""
+        self.reported = self.planned = now
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
         """Findings on processes whose values are ignored from now on, or used again."""
@@ -167,10 +175,13 @@ class Findings:
 
     def slow(
         self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, by_rank: bool,
-        steps: int = 1,
+        steps: int = 1, doubts: Sequence[float] = (),
     ) -> list[Finding]:  # fmt: skip
         """Findings on factors that have changed since the last report and lasted for a while. They are immediate if the
-        system reports that other programs began (or stopped) to use a rank's core, or does not report this at all."""
+        system reports that other programs began (or stopped) to use a rank's core, or does not report this at all.
+        ``doubts``: by process, by how much its last steps differ from ``now``; a change that they deny does not
+        last."""
+        denied = {p for p, doubt in enumerate(doubts) if doubt * (now.ranks[p] - self.reported.ranks[p]) < 0}
         self.variation.window(measured, processes)
         shared = disturbed(measured, processes) if by_rank else None
         like = LIKE if shared is None else self.variation.like
@@ -179,7 +190,7 @@ class Findings:
         def differs(
             key: Hashable, log: float, old: float, *, borne_out: bool, at_once: bool = shared is None, times: int = 1
         ) -> bool:
-            more = abs(log - old) > (LIKE if borne_out else like)
+            more = key not in denied and abs(log - old) > (LIKE if borne_out else like)
             return self.lasting.holds(
                 key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or at_once, times=times
             )
@@ -203,6 +214,11 @@ class Findings:
         )
         self.stolen = (self.stolen | set(shared or ()) | everybody) & slow
         findings = self._lines(now, measured, expected, processes, (common, ranks, levels), by_rank=by_rank)
+        # A factor that is reported is relative to the others as they are now, so all are planned with together.
+        unplanned = now.distance(replace(self.planned, sharing=now.sharing)) > like and not denied
+        lasts = self.lasting.holds("planned", differs=unplanned, steps=steps, seconds=seconds, borne_out=False)
+        if common or any(ranks) or any(levels) or lasts:
+            self.planned = now if by_rank else replace(now, levels=self.planned.levels)
         self.reported = replace(
             self.reported,
             common=now.common if common else self.reported.common,

@@ -42,11 +42,12 @@ class Compared:
         self._costs.observe(measured, self._alike, all_ranks, steps, bad)
         self._variation.window(measured, all_ranks)
         shared_cores, seconds = disturbed(measured, all_ranks), steps * measured.step_time.median
-        now, findings = self._costs.slowness().ranks, list[Finding]()
+        now, findings, doubts = self._costs.slowness().ranks, list[Finding](), self._costs.doubts()
         for rank, (log, reported) in enumerate(zip(now, self._reported, strict=True)):
             # Report at once if other programs use (or used) the core, or if this is unknown; otherwise if it lasts.
             immediate = shared_cores is None or rank in shared_cores or rank in self._stolen
             differs = abs(log - reported) > (LIKE if immediate else self._variation.like)
+            differs = differs and doubts[rank] * (log - reported) >= 0  # the last steps do not deny it
             if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=immediate):
                 continue
             self._reported = (*self._reported[:rank], log, *self._reported[rank + 1 :])
