@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -243,11 +244,15 @@ def _run(argv: tuple[str, ...], limit: float) -> tuple[int, str, str]:
         TimeoutError: it did not end in ``limit`` seconds.
     """
     if argv[0] == "pytest":
-        try:
-            done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError from None
-        return done.returncode, done.stdout, done.stderr
+        command = [sys.executable, "-m", *argv]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            _workers.append(process)
+            try:
+                said, wrong = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise TimeoutError from None
+        return process.returncode, said, wrong
     worker = getattr(_here, "worker", None)
     if worker is None or worker.poll() is not None:
         worker = subprocess.Popen(
@@ -348,8 +353,12 @@ def run(piece: str, args: argparse.Namespace, record: Path, pool: ThreadPoolExec
     left."""
     share = _Share(piece, args, record)
     for stage in PIECES[piece](args, args.out):
-        for done in [pool.submit(share.chain, chain) for chain in stage]:
-            done.result()
+        try:
+            for done in [pool.submit(share.chain, chain) for chain in stage]:
+                done.result()
+        except BaseException:
+            share.cut_off = True  # the other chains begin nothing more
+            raise
         if share.cut_off:
             print(f"gpu: {piece} used its {args.limit:.0f} s; its next share goes on there", file=sys.stderr)
             return False
@@ -415,16 +424,26 @@ def main() -> int:
     score = f"python benchmarks/gpu_report.py {record}"
     whole, pool = True, ThreadPoolExecutor(args.jobs)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for piece in args.pieces.split(","):
-        for _ in range(args.shares):
-            done = run(piece, args, record, pool)
-            (args.out / "gpu-report.md").write_text(report(record, PIECES, score, args.sealed))
-            if done:
-                break
-        whole &= done
-    for worker in _workers:
-        worker.kill()
+    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     page = args.out / "gpu-report.md"
+
+    def reported() -> None:
+        page.write_text(report(record, PIECES, score, args.sealed))
+
+    try:
+        for piece in args.pieces.split(","):
+            for _ in range(args.shares):
+                done = run(piece, args, record, pool)
+                reported()
+                if done:
+                    break
+            whole &= done
+    finally:  # also where the run is stopped: what was measured until then is on the page
+        for worker in _workers:
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+        reported()
+        signal.signal(signal.SIGTERM, usual)
     print(f"gpu: wrote {page}; send it back with {record}; they are scored by: {score}", file=sys.stderr)
     return int(not whole or any(map(failed, answers(record).values())))
 

@@ -18,6 +18,8 @@ from typing import Any
 
 WITHIN = 0.05
 """How far the sum of components may be from the whole model, of its time."""
+PROFILE_S = 60.0
+"""What a profile may take, in seconds."""
 AIM = 0.98
 """Of the tuned reference's speed."""
 SEALED = Path(__file__).with_name("sealed")
@@ -61,6 +63,11 @@ def _verdict(found: dict[str, Found]) -> list[str]:
     if plain := [_off(a) for a in _of(good, "profile ").values() if a["whole"] and not a.get("compiled")]:
         near = sum(abs(v) <= WITHIN for v in plain)
         lines.append(f"Components within {WITHIN:.0%} of the whole model: {near} of {len(plain)} profiles.")
+    if took := [f["seconds"] for name, f in found.items() if name.startswith("profile ") and not failed(f)]:
+        soon = sum(seconds <= PROFILE_S for seconds in took)
+        lines.append(f"Profiles in {PROFILE_S:.0f} s: {soon} of {len(took)}, {max(took):.0f} s at most.")
+    if doubtful := sum(bool(a["provenance"].get("disturbed")) for a in _of(good, "profile ").values()):
+        lines.append(f"Profiles that were disturbed while they were measured, and are not trusted: {doubtful}.")
     for what, words in (("memory ", "Memory of plans for one GPU"), ("rehearse ", "Memory of ranks of eight")):
         if seen := [a["predicted_memory_bytes"] / a["peak_memory_bytes"] - 1 for a in _of(good, what).values()]:
             median, under = statistics.median(map(abs, seen)), sum(v < 0 for v in seen)
@@ -107,6 +114,8 @@ def _told(found: Found, every: dict[str, Found]) -> list[str]:
         if answer.get("compiled"):  # the whole is compiled as one: what that would gain is a finding
             good = f"compiling took {answer['compile_s']:.0f} s"
         doubt = f"; {doubt}" if doubt else ""
+        if found["seconds"] > PROFILE_S:
+            doubt += f"; it took {found['seconds']:.0f} s, TOO LONG"
         return [f"- {name}: components are {100 * worst:+.1f} % off the whole at worst, {good}{doubt}"]
     if name.startswith(("memory ", "rehearse ", "full ")):
         promised, seen = answer["predicted_memory_bytes"], answer["peak_memory_bytes"]

@@ -14,10 +14,10 @@ import training
 
 import asa
 from asa.api.planned import _widened
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency import star
 from asa.executor.consistency.diloco import OuterSteps
-from asa.executor.consistency.federated import FederatedAverage
+from asa.executor.consistency.federated import FederatedAverage, clients
 from asa.executor.consistency.flat_parameters import FlatParameters, dequantised, quantised, slices
 from asa.executor.consistency.local_sgd import LocalSteps
 from asa.executor.consistency.parameter_servers import Served, _options
@@ -432,3 +432,18 @@ def test_workers_that_normalise_on_their_own_say_when_running_statistics_are_ave
             model = SimpleNamespace(components=[net], grouped=SimpleNamespace(axis=axis))
             said = kind(parse(name), model, optimizer).notes()
             assert [text.endswith(f"averaged over workers {when}") for text in said] == [True] * (workers - 1)
+
+
+def test_a_rank_that_others_need_and_is_gone_is_named_with_what_to_do(monkeypatch):
+    votes = star.StarVotes.__new__(star.StarVotes)
+    votes.rank, votes.entered = 1, True
+    monkeypatch.setattr(star.StarVotes, "swap", lambda self, message: [None, message])
+    for ask in (lambda: votes.tell(3), lambda: votes.broadcast(torch.ones(2))):
+        with pytest.raises(WorkersFailedError, match=r"rank 0 is gone.*; start all ranks again and resume") as caught:
+            ask()
+        assert (caught.value.rank, caught.value.lost) == (0, True)
+
+
+def test_too_few_samples_for_all_clients_say_how_many_ranks_they_are_enough_for():
+    with pytest.raises(UsageError, match="3 samples are too few for 4 clients; train on at most 3 ranks"):
+        clients([0, 1, 2], 4, spread=1.0, seed=0)

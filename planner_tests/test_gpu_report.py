@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks import gpu
 from benchmarks.gpu_report import SEALED, answers, failed, report, scores
 
 
@@ -54,3 +57,41 @@ def test_a_record_that_was_cut_off_keeps_every_whole_answer_and_failures_are_tol
     assert "fits a 9: does not fit" in page
     assert "## speed\n\nnot run" in page
     assert "the command" in page
+
+
+def test_profiles_that_took_too_long_or_were_disturbed_are_counted(tmp_path: Path) -> None:
+    lines = []
+    for name, seconds, disturbed in (("a", 40.0, ""), ("b", 80.0, ""), ("c", 50.0, "the GPU was held back by heat")):
+        answer = {"device": {"name": "NVIDIA H100"}, "whole": [], "provenance": {"disturbed": disturbed}}
+        lines.append(json.dumps(entry(f"profile {name}", answer) | {"seconds": seconds}) + "\n")
+    (record := tmp_path / "record.jsonl").write_text("".join(lines))
+    page = report(record, ["machine"], "the command", SEALED)
+    assert "Profiles in 60 s: 2 of 3, 80 s at most." in page
+    assert "profile b: components are +0.0 % off the whole at worst, ok; it took 80 s, TOO LONG" in page
+    assert "disturbed while they were measured, and are not trusted: 1." in page
+    assert "ok; the GPU was held back by heat" in page
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_a_run_that_is_stopped_leaves_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+) -> None:
+    """With the answers that there were, and none of what comes after the end."""
+    begun = []
+
+    def ran(argv: tuple[str, ...], limit: float) -> tuple[int, str, str]:
+        begun.append(argv)
+        if argv == ("second",):
+            raise end
+        return 0, "{}", ""
+
+    chain = [(name, (name,)) for name in ("first", "second", "third")]
+    monkeypatch.setattr(gpu, "PIECES", {"machine": lambda args, out: iter([[chain]])})
+    monkeypatch.setattr(gpu, "_gpus", lambda: 1)
+    monkeypatch.setattr(gpu, "_run", ran)
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--out", str(tmp_path), "--cluster", "a100-nvlink-8"])
+    with pytest.raises(end):
+        gpu.main()
+    assert begun == [("first",), ("second",)]
+    assert "1 commands, 0 failed" in (tmp_path / "gpu-report.md").read_text()
+    assert list(answers(tmp_path / "record.jsonl")) == ["first"]

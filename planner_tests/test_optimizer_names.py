@@ -99,7 +99,7 @@ def test_a_rate_that_a_factory_does_not_take_is_refused(tmp_path):
         ("mine_of_optimizers:fails", InvalidInputError, "failed with ValueError: boom"),
         ("mine_of_optimizers:three", InvalidInputError, "returned a int, no optimizer"),
         ("torch.optim:LBFGS", InvalidInputError, "a step failed with TypeError"),
-        ("mine_of_optimizers:rateless", InvalidInputError, "its groups have no 'lr'"),
+        ("mine_of_optimizers:rateless", InvalidInputError, "parameters has no 'lr', which .*; give each one"),
     ],
 )
 def test_what_cannot_update_is_said_before_a_rank_starts(name, kind, words, tmp_path):

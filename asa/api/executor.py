@@ -232,7 +232,10 @@ class UserExecutor(PlannedExecutor):
             rows = self.rows(samples_in(batch))
             share = Share(total=samples_in(batch), rows=rows, first=0, batch=rows_of(batch, rows))
         if not self.trainable(share.total):
-            raise UsageError(f"{share.total} samples are too few to give every rank something to compute on")
+            raise UsageError(
+                f"{share.total} samples are too few to give every rank something to compute on; use a larger batch, or "
+                "leave out the last one (drop_last=True)"
+            )
         counter = LossCounter(self.model.device)
         self._train(share, counter)
         self._worker.clock.collect()

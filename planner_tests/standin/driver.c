@@ -13,7 +13,8 @@ CUresult cuDeviceGet(CUdevice *device, int index) { *device = index; return CUDA
 CUresult cuGetErrorString(CUresult error, const char **text) { (void)error; *text = "the stand-in runs no kernels"; return CUDA_SUCCESS; }
 
 CUresult standin_refused(void) { return CUDA_ERROR_NOT_SUPPORTED; }
-#define REFUSED(name) __asm__(".globl " #name "\n" #name " = standin_refused")
+/* A name that the header does not declare does not compile. */
+#define REFUSED(name) _Static_assert(sizeof(&name), #name); __asm__(".globl " #name "\n" #name " = standin_refused")
 REFUSED(cuDeviceGetAttribute);
 REFUSED(cuFuncGetAttribute);
 REFUSED(cuFuncSetAttribute);

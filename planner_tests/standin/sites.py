@@ -10,15 +10,21 @@ when it began. What was reached is appended to one file by this process and all 
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import importlib.machinery
+import marshal
 import os
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2] / "asa"
 _FLAGS = {"cuda", "_cuda", "on_cuda", "is_cuda"}
 _ON_A_CPU, _ON_A_GPU = ("device", "type", "backend", "found", "chosen", "place"), ("cuda", "nccl")
+_ASKED = ("torch", "pynvml")
 _OF_NVML = "instruments/nvml.py"
 _OF_PLANS = ("asa/planner/", "asa/cost/")
 """Where a device is one of a plan, whose lines are reached without it."""
@@ -28,6 +34,13 @@ _UNKNOWN = {"n", "card", "self._card", "self._last"}
 
 def _text(node: ast.AST) -> str:
     return ast.unparse(node)
+
+
+def _root(node: ast.expr) -> str:
+    """The name that a chain of attributes and calls begins with; empty where it begins with none."""
+    while isinstance(node, (ast.Attribute, ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _compared(node: ast.AST) -> bool | None:
@@ -54,6 +67,10 @@ def _implies(test: ast.expr) -> tuple[bool, bool]:
     )
     on_gpu = True if named_so else _compared(test)
     return on_gpu is True, on_gpu is False
+
+
+def _without_a_card(test: ast.expr) -> bool:
+    return any(part.removesuffix(" is None") in _UNKNOWN for part in _text(test).split(" or "))
 
 
 def _ends(body: list[ast.stmt]) -> bool:
@@ -89,9 +106,9 @@ class _Finder(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         if_true, if_false = _implies(node.test)
-        no_card = any(part.removesuffix(" is None") in _UNKNOWN for part in _text(node.test).split(" or "))
+        only_cuda = (self._alone or if_true) and not if_false and not _without_a_card(node.test)
         node.test = self.visit(node.test)
-        node.body = self._block(node.body, (self._alone or if_true) and not no_card and not if_false)
+        node.body = self._block(node.body, only_cuda)
         node.orelse = self._block(node.orelse, (self._alone or if_false) and not if_true) if node.orelse else []
         return node
 
@@ -132,23 +149,22 @@ class _Finder(ast.NodeTransformer):
         )
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        text, on_gpu = _text(node), _compared(node)
+        on_gpu = _compared(node)
+        text = "" if on_gpu is None else _text(node)
         self.generic_visit(node)
         return node if on_gpu is None else self._marked(node, "test", on_gpu, text)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        text = _text(node)
+        asks = isinstance(node.ctx, ast.Load) and node.attr in ("is_cuda", "_cuda")
+        text = _text(node) if asks else ""
         self.generic_visit(node)
-        if isinstance(node.ctx, ast.Load) and node.attr in ("is_cuda", "_cuda"):
-            return self._marked(node, "test", True, text)
-        return node
+        return self._marked(node, "test", True, text) if asks else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        text = _text(node)
+        asks = _text(node.func).startswith(("torch.cuda.", "pynvml.")) if _root(node.func) in _ASKED else False
+        text = _text(node) if asks else ""
         self.generic_visit(node)
-        if text.startswith(("torch.cuda.", "pynvml.")):
-            return self._marked(node, "call", True, text)
-        return node
+        return self._marked(node, "call", True, text) if asks else node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         named_so = "cuda" in node.name.lower() and len(node.body) > 1
@@ -172,14 +188,15 @@ def named(site: str) -> str:
     return f"{file}:{rest.partition(':')[2]}"
 
 
-def sites() -> list[str]:
+@cache
+def sites() -> tuple[str, ...]:
     """``file:line: expression`` of every place in the package."""
     found: list[str] = []
     for path in sorted(ROOT.rglob("*.py")):
         finder = _Finder(str(path.relative_to(ROOT.parent)))
         finder.visit(ast.parse(path.read_text()))
         found += finder.found
-    return found
+    return tuple(found)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -187,9 +204,27 @@ class _Loader(importlib.machinery.SourceFileLoader):
         tree = _Finder(str(Path(path).relative_to(ROOT.parent))).visit(ast.parse(data))
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize)
 
-    def get_code(self, fullname: str) -> Any:  # never the compiled file of a run without marks
+    def get_code(self, fullname: str) -> Any:
+        """The marked code, compiled once for all processes; never the compiled file of a run without marks."""
         path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
+        data = self.get_data(path)
+        kept = _compiled() / hashlib.sha256(f"{path}\n".encode() + data).hexdigest()
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            return marshal.loads(kept.read_bytes())
+        code = self.source_to_code(data, path)
+        made = kept.with_suffix(f".{os.getpid()}")
+        made.write_bytes(marshal.dumps(code))
+        made.rename(kept)
+        return code
+
+
+@cache
+def _compiled() -> Path:
+    """The folder of code that was marked by this file as it is now, under this Python."""
+    made_by = hashlib.sha256(Path(__file__).read_bytes() + sys.version.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"standin-marked-{os.getuid()}-{made_by}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    return folder
 
 
 class _PackageFinder:

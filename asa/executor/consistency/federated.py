@@ -154,7 +154,7 @@ def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list
     True
     """
     if len(labels) < count:
-        raise UsageError(f"{len(labels)} samples are too few for {count} clients")
+        raise UsageError(f"{len(labels)} samples are too few for {count} clients; train on at most {len(labels)} ranks")
     draws = random.Random(f"spread {seed}")
     parts: list[list[int]] = [[] for _ in range(count)]
     for class_ in sorted(set(labels)):

@@ -43,6 +43,14 @@ seconds. The last number replaces the seconds for a rank without samples, whose 
 exchange."""
 
 
+def _gone(source: int) -> WorkersFailedError:
+    """The error of a rank that needs the message of rank ``source``, which is lost."""
+    told = f"rank {source} is gone, and the others need what it would have sent"
+    return WorkersFailedError(
+        f"{told}; start all ranks again and resume from the last checkpoint", rank=source, lost=True
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """State with which a rank enters the run: the ``epoch``, the ``position`` and ``step`` at which the others began
@@ -415,7 +423,7 @@ class StarVotes(Votes):
             return value
         message = self.swap(json.dumps(value).encode() if self.rank == source else b"")[source]
         if message is None:
-            raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
+            raise _gone(source)
         return json.loads(message)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -438,7 +446,7 @@ class StarVotes(Votes):
         values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if self.rank == source else b""
         message = self.swap(values)[source]
         if message is None:
-            raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
+            raise _gone(source)
         if message:
             tensor.copy_(torch.frombuffer(bytearray(message), dtype=tensor.dtype).view_as(tensor))
 

@@ -86,7 +86,9 @@ def _make(
     if not isinstance(result, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer {name!r}: the factory returned a {type(result).__name__}, no optimizer")
     if any("lr" not in group for group in result.param_groups):
-        raise InvalidInputError(f"optimizer {name!r}: its groups have no 'lr', which the schedule of the run sets")
+        raise InvalidInputError(
+            f"optimizer {name!r}: a group of parameters has no 'lr', which the run's schedule sets; give each one"
+        )
     return result
 
 
