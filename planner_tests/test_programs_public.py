@@ -36,7 +36,7 @@ class Words(nn.Module):
 
 def _decoded(net: Any, opt: Any, batches: Any) -> State:
     """Words are decoded until all of the batch have ended, with gradients."""
-    for _ in range(2):
+    for _ in range(6):
         for tokens, _ in batches:
             opt.zero_grad()
             seen, loss = tokens[:, :2], torch.zeros(()).double()
@@ -51,7 +51,7 @@ def _decoded(net: Any, opt: Any, batches: Any) -> State:
 
 def _rolled_out(net: Any, opt: Any, batches: Any) -> State:
     """Words are decoded without gradients, in front of each update."""
-    for _ in range(2):
+    for _ in range(6):
         for tokens, _ in batches:
             seen, ended = tokens[:, :2], torch.zeros(len(tokens)).bool()
             with torch.no_grad():
