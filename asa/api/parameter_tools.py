@@ -1,5 +1,6 @@
 """Tools of torch for whole parameters, patched for those that ranks hold in parts: ``torch.nn.init`` draws what it
-would draw for the whole tensor, and ``parameters_to_vector`` and ``vector_to_parameters`` use whole tensors."""
+would draw for the whole tensor, ``parameters_to_vector`` and ``vector_to_parameters`` use whole tensors, and whole
+tensors get whole data and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import init, utils
 from torch.nn.utils import convert_parameters
 
+from asa.errors import UsageError
 from asa.executor.model.state import LocalTensor, gather
+from asa.sharding.of_rank import followed
 from asa.sharding.split import TensorPart
 
 _views: WeakValueDictionary[int, TensorPart] = WeakValueDictionary()
@@ -34,11 +37,47 @@ def understood_by_torch(parameters: Iterable[Tensor]) -> None:
         draws = name.endswith("_") and not name.startswith("_")
         if (draws or name == "_calculate_fan_in_and_fan_out") and not hasattr(function, "asa"):
             setattr(init, name, _of_the_whole(function))
+    for attribute in ("data", "grad", "_grad"):
+        if attribute not in Tensor.__dict__:
+            setattr(Tensor, attribute, _Wholly(attribute))
     tools: tuple[Any, ...] = (utils, convert_parameters)
     for where in tools:
         if not hasattr(where.parameters_to_vector, "asa"):
             where.parameters_to_vector = _joined(where.parameters_to_vector)
             where.vector_to_parameters = _cut(where.vector_to_parameters)
+
+
+class _Wholly:
+    """The attribute ``name`` of tensors. What ranks hold in parts or shards is gathered for a tensor that is whole:
+    torch would take the object itself for its memory."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._original = name, getattr(Tensor, name)
+
+    def __get__(self, tensor: Tensor | None, owner: type | None = None) -> Any:
+        return self._original if tensor is None else self._original.__get__(tensor, owner)
+
+    def __set__(self, tensor: Tensor, value: Any) -> None:
+        if isinstance(value, TensorPart | DTensor) and not isinstance(tensor, TensorPart | DTensor):
+            if self._name == "data" and _shares_memory(value):
+                raise UsageError(
+                    "p.data = w.data would give a whole tensor the memory of a parameter that ranks hold in parts: use "
+                    "w.data.clone(), or plan with strategies=('ddp',)"
+                )
+            followed(f"setting {self._name}", (tensor, value), lambda: self.__set__(tensor, _whole(value.detach())))
+            return
+        self._original.__set__(tensor, value)
+
+    def __delete__(self, tensor: Tensor) -> None:
+        self._original.__delete__(tensor)
+
+
+def _shares_memory(value: Tensor) -> bool:
+    """Whether a parameter, or another tensor, has the memory of the part that this rank has of ``value``."""
+    part: Any = value._local_tensor if isinstance(value, DTensor) else value.held  # type: ignore[attr-defined]
+    part = part._local_tensor if isinstance(part, DTensor) else part
+    memory = part.untyped_storage()
+    return isinstance(value, nn.Parameter) or torch._C._storage_Use_Count(memory._cdata) > 2  # of part and memory
 
 
 def view_of_whole(value: Any) -> Any:
