@@ -138,10 +138,44 @@ def _averaged(net: Any, opt: Any, batches: Any) -> State:
     return {**net.state_dict(), **{f"mean.{k}": v for k, v in average.module.state_dict().items()}}
 
 
-@pytest.mark.parametrize("loop", [_taught_by_a_slow_copy, _averaged])
+def _data_assigned(net: Any, opt: Any, batches: Any) -> State:
+    """The data of a plain copy is assigned a sum with the model's, and its gradient is the model's."""
+    slow = Net().double()
+    slow.load_state_dict(net.state_dict())
+    other = torch.optim.SGD(slow.parameters(), 0.02, momentum=0.9)
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        opt.step()
+        for p, w in zip(slow.parameters(), net.parameters(), strict=True):
+            p.data = p.data * 0.9 + w.data * 0.1
+            p.grad = w.grad
+        other.step()
+    return {**net.state_dict(), **{f"slow.{k}": v for k, v in slow.state_dict().items()}}
+
+
+@pytest.mark.parametrize("loop", [_taught_by_a_slow_copy, _averaged, _data_assigned])
 def test_a_plain_copy_follows_parameters_that_ranks_hold_in_parts(loop: Any) -> None:
     program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop)
     assert_as_alone(program, ["fsdp", "tensor", "mixed"])
+
+
+def _memory_shared(net: Any, opt: Any, batches: Any) -> State:
+    """A plain copy has the memory of the model's parameters, and follows each of their updates on one device."""
+    twin = Net().double()
+    for p, w in zip(twin.parameters(), net.parameters(), strict=True):
+        p.data = w.data
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), twin(x).softmax(1).detach() * 0.5 + 0.5 * F.one_hot(y, 3)).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_memory_of_parts_is_not_shared_with_a_whole_tensor() -> None:
+    program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=_memory_shared)
+    for name, states in program.spread(["fsdp", "tensor"]).items():
+        assert all(isinstance(s, str) and "use w.data.clone()" in s for s in states), (name, states)
 
 
 def _assigned(net: Any, opt: Any, batches: Any, of_all: bool = False) -> State:

@@ -76,7 +76,7 @@ def _by_vector(slow: Any, net: Any) -> None:
     vector_to_parameters(mixed, slow.parameters())
 
 
-def _by_vector_back(slow: Any, net: Any) -> None:
+def _by_vector_back(_slow: Any, net: Any) -> None:
     vector_to_parameters(0.9 * parameters_to_vector(net.parameters()), net.parameters())
 
 
@@ -228,7 +228,7 @@ def _kept_lists(net: Any, opt: Any, batches: Any) -> Any:
 
 def _averaged(net: Any, opt: Any, batches: Any) -> Any:
     """torch's average of the model, with a rule of the program's own."""
-    average = AveragedModel(Named().double(), avg_fn=lambda a, p, n: 0.9 * a + 0.1 * p)
+    average = AveragedModel(Named().double(), avg_fn=lambda a, p, _n: 0.9 * a + 0.1 * p)
     for x, y in batches:
         one_step(net, opt, x, y)
         average.update_parameters(net)

@@ -23,7 +23,7 @@ KIND = "varied"
 
 def add(name: str, loop: Any, make: Any = classified, job_loss: Any = None, **options: Any) -> None:
     """Add a program to the table."""
-    program(KIND, name, make, loop, job_loss, **options)
+    program(KIND, f"varied: {name}", make, loop, job_loss, **options)
 
 
 def usual(name: str, loss: Any, make: Any = classified, **options: Any) -> None:
@@ -52,7 +52,7 @@ def _vicreg(net: Any, batch: Any) -> Tensor:
     return 25 * MSE(a, b) + 25 * spread + covariance / 6
 
 
-usual("variance, invariance, covariance", _vicreg, lambda: classified(Vicreg, 24))
+usual("variance, invariance, covariance", _vicreg, lambda: made(Vicreg(), normal(24, 8), lr=1e-3))
 
 
 class Byol(nn.Module):
@@ -894,7 +894,7 @@ def _clamped(net: Any, opt: Any, batches: Any) -> None:
 add("weights never below zero", _clamped, lambda: classified(Named, 24))
 
 
-def _master(net: Any, opt: Any, batches: Any) -> None:
+def _master(net: Any, _opt: Any, batches: Any) -> None:
     """Half precision is trained by plain copies in full precision."""
     masters = [p.detach().clone().float() for p in net.parameters()]
     for m in masters:
