@@ -149,6 +149,10 @@ def _data_assigned(net: Any, opt: Any, batches: Any) -> State:
         opt.step()
         for p, w in zip(slow.parameters(), net.parameters(), strict=True):
             p.data = p.data * 0.9 + w.data * 0.1
+            with torch.no_grad():
+                p.set_(0.5 * p + 0.5 * w)
+                w.set_(w + 0.01 * p)
+                p[:] = 0.9 * p.lerp(w, 0.1)
             p.grad = w.grad
         other.step()
     return {**net.state_dict(), **{f"slow.{k}": v for k, v in slow.state_dict().items()}}
