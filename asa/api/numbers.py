@@ -99,7 +99,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         if "got mixed torch.Tensor and DTensor" in str(error):
             alike = _of_one_kind(args, kwargs or {})
             if alike is None:
@@ -150,7 +150,8 @@ def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(leaf, DTensor):
             return _in_full(leaf)
         like = sharded.get(leaf.shape)
-        placements = [Replicate()] * leaves[0].device_mesh.ndim if like is None else like.placements  # type: ignore[attr-defined]
+        summed = like is None or any(p.is_partial() for p in like.placements)  # a tensor cannot be laid out like sums
+        placements = [Replicate()] * leaves[0].device_mesh.ndim if summed else like.placements  # type: ignore[attr-defined]
         return distribute_tensor(leaf, leaves[0].device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
 
     return pytree.tree_map(one, (args, kwargs))
