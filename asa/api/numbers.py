@@ -150,8 +150,9 @@ def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(leaf, DTensor):
             return _in_full(leaf)
         like = sharded.get(leaf.shape)
-        summed = like is None or any(p.is_partial() for p in like.placements)  # a tensor cannot be laid out like sums
-        placements = [Replicate()] * leaves[0].device_mesh.ndim if summed else like.placements  # type: ignore[attr-defined]
+        placements: Any = [Replicate()] * leaves[0].device_mesh.ndim  # type: ignore[attr-defined]
+        if like is not None and not any(p.is_partial() for p in like.placements):  # a whole tensor is no sum over ranks
+            placements = like.placements
         return distribute_tensor(leaf, leaves[0].device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
 
     return pytree.tree_map(one, (args, kwargs))
