@@ -338,3 +338,31 @@ def test_rows_by_place_and_means_of_the_model_are_told() -> None:
     heard = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=60)[0]
     words = ("was not checked", "ranks begin at other places", "ranks begin at other places")
     assert [any(w in line for line in lines) for w, lines in zip(words, heard, strict=True)] == [True, True, False]
+
+
+class Halved(Net):
+    """Its outputs have eight bits of precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).bfloat16()
+
+
+def test_the_rounding_of_outputs_is_no_other_loss() -> None:
+    def mean(net: Any, batch: Any) -> Tensor:
+        return CE(net(batch[0]).float(), batch[1])
+
+    def total(net: Any, batch: Any) -> Tensor:
+        return CE(net(batch[0]).float(), batch[1], reduction="sum")
+
+    programs = [
+        Program(model=Halved, x=numbers(21, 8), y=classes(21, 3), batch=7, loop=epochs(f)) for f in (mean, total)
+    ]
+    said = [
+        any(
+            "not a mean over samples" in line
+            for rank in run_ranks(2, heard_of, [(p, p.plan("ddp"))], threads=1)
+            for line in rank[0]
+        )
+        for p in programs
+    ]
+    assert said == [False, True]
