@@ -58,6 +58,10 @@ def _swapped(original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Te
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
         if isinstance(t1, DTensor):
             _replace_data(t1, t2.detach())
+        elif isinstance(t2, DTensor):
+            raise UsageError(
+                "swap_tensors would swap a whole tensor with one that ranks hold in shards: use p.data = w.full_tensor()"
+            )
         else:
             original(t1, t2)
 
