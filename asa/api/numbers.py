@@ -60,7 +60,7 @@ def _swapped(original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Te
             _replace_data(t1, t2.detach())
         elif isinstance(t2, DTensor):
             raise UsageError(
-                "swap_tensors would swap a whole tensor with one that ranks hold in shards: use p.data = w.full_tensor()"
+                "swap_tensors needs two whole tensors, and ranks hold shards of one: use p.data = w.full_tensor()"
             )
         else:
             original(t1, t2)
