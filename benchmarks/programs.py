@@ -103,7 +103,10 @@ class Watched:
         return getattr(self._batches, name)
 
 
-BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published")
+BY_HAND = (
+    "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
+    "copies", "varied",
+)  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),

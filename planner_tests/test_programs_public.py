@@ -268,6 +268,39 @@ def test_a_size_that_becomes_a_shape_is_told_from_one_that_decides() -> None:
     assert x.found[3:] == [False] * 4
 
 
+def _only_shapes(x: Batch) -> Any:
+    count = len(x)
+    return torch.zeros(count, 2), [torch.full((2 * count,), 1.0) for _ in range(2)]
+
+
+def _decides(x: Batch) -> Any:
+    count = len(x)
+    return torch.zeros(count) / (2 if count > 2 else 1)
+
+
+def _written_again(x: Batch) -> Any:
+    count = len(x)
+    count += 1
+    return torch.zeros(count)
+
+
+def _cuts(x: Batch) -> Any:
+    count, kept = len(x), torch.zeros(9)
+    return kept[:count]
+
+
+def _returned(x: Batch) -> int:
+    count = len(x)
+    return 2 * count
+
+
+def test_a_size_kept_by_a_variable_decides_nothing_if_it_only_becomes_shapes() -> None:
+    x = Batch()
+    for function in (_only_shapes, _decides, _written_again, _cuts, _returned):
+        function(x)
+    assert x.found == [True, False, False, False, False]
+
+
 def _focal(net: Any, opt: Any, batches: Any) -> State:
     """Makes a tensor as long as the batch."""
     for x, y in batches:

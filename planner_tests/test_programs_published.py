@@ -138,10 +138,49 @@ def _averaged(net: Any, opt: Any, batches: Any) -> State:
     return {**net.state_dict(), **{f"mean.{k}": v for k, v in average.module.state_dict().items()}}
 
 
-@pytest.mark.parametrize("loop", [_taught_by_a_slow_copy, _averaged])
+def _data_assigned(net: Any, opt: Any, batches: Any) -> State:
+    """The data of a plain copy is assigned a sum with the model's, and its gradient is the model's."""
+    slow = Net().double()
+    slow.load_state_dict(net.state_dict())
+    other = torch.optim.SGD(slow.parameters(), 0.02, momentum=0.9)
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        opt.step()
+        for p, w in zip(slow.parameters(), net.parameters(), strict=True):
+            p.data = p.data * 0.9 + w.data * 0.1
+            with torch.no_grad():
+                p.set_(0.5 * p + 0.5 * w)
+                w.set_(w + 0.01 * p)
+                p[:] = 0.9 * p.lerp(w, 0.1)
+            p.grad = w.grad
+        other.step()
+    return {**net.state_dict(), **{f"slow.{k}": v for k, v in slow.state_dict().items()}}
+
+
+@pytest.mark.parametrize("loop", [_taught_by_a_slow_copy, _averaged, _data_assigned])
 def test_a_plain_copy_follows_parameters_that_ranks_hold_in_parts(loop: Any) -> None:
     program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop)
     assert_as_alone(program, ["fsdp", "tensor", "mixed"])
+
+
+def _memory_shared(net: Any, opt: Any, batches: Any) -> State:
+    """A plain copy has the memory of the model's parameters, and follows each of their updates on one device."""
+    twin = Net().double()
+    for p, w in zip(twin.parameters(), net.parameters(), strict=True):
+        p.data = w.data
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), twin(x).softmax(1).detach() * 0.5 + 0.5 * F.one_hot(y, 3)).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_memory_of_parts_is_not_shared_with_a_whole_tensor() -> None:
+    program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=_memory_shared)
+    for name in ("fsdp", "tensor"):
+        states = program.spread([name])[name]
+        assert all(isinstance(s, str) and "use w.data.clone()" in s for s in states), (name, states)
 
 
 def _assigned(net: Any, opt: Any, batches: Any, of_all: bool = False) -> State:
@@ -299,3 +338,28 @@ def test_rows_by_place_and_means_of_the_model_are_told() -> None:
     heard = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=60)[0]
     words = ("was not checked", "ranks begin at other places", "ranks begin at other places")
     assert [any(w in line for line in lines) for w, lines in zip(words, heard, strict=True)] == [True, True, False]
+
+
+class Halved(Net):
+    """Its outputs have eight bits of precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).bfloat16()
+
+
+def _mean_of_halves(net: Any, opt: Any, batches: Any) -> State:
+    return epochs(net, opt, batches, lambda net, x, y: CE(net(x).float(), y))
+
+
+def _sum_of_halves(net: Any, opt: Any, batches: Any) -> State:
+    return epochs(net, opt, batches, lambda net, x, y: CE(net(x).float(), y, reduction="sum"))
+
+
+def test_the_rounding_of_outputs_is_no_other_loss() -> None:
+    cases = [
+        (program := Program(model=Halved, x=numbers(21, 8), y=classes(21, 3), batch=7, loop=loop), program.plan("ddp"))
+        for loop in (_mean_of_halves, _sum_of_halves)
+    ]
+    mean, total = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert not any("not a mean" in line for line in mean)
+    assert any("not a mean" in line for line in total)

@@ -171,6 +171,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "__setitem__": lambda p: p.__setitem__(0, 1.0),
     "rows": lambda p: list(p),
     "pickle": lambda p: pickle.dumps(p),
+    "setitem__": lambda p: p.__setitem__(slice(0, 2), 1.0),
     "view": lambda p: p.view(3, 10),
     "into one that is not split": lambda p: torch.zeros(p.shape).add_(p),
     "use p.detach()": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
@@ -193,6 +194,12 @@ def written_on(rank: int) -> float:
             one.mul_(0.9).add_(p, alpha=0.1).lerp_(p.abs(), 0.5).copy_(one + p.detach())
             other.mul_(0.9).add_(full, alpha=0.1).lerp_(full.abs(), 0.5).copy_(other + full)
             torch._foreach_lerp_([one, other], [p, full], 0.25)
+            for t, of in ((one, p), (other, full)):
+                torch.lerp(t, of, 0.1, out=t)
+                torch.add(of, 1, out=of)
+                t[...] = t + 0.5 * of.abs().max()
+                of[:] = 0.3 * t
+                t[:] = of * 2
         apart = max(apart, float((one - other).abs().max()))
     return apart
 

@@ -58,6 +58,10 @@ def _swapped(original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Te
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
         if isinstance(t1, DTensor):
             _replace_data(t1, t2.detach())
+        elif isinstance(t2, DTensor):
+            raise UsageError(
+                "swap_tensors needs two whole tensors, and ranks hold shards of one: use p.data = w.full_tensor()"
+            )
         else:
             original(t1, t2)
 
@@ -99,7 +103,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         if "got mixed torch.Tensor and DTensor" in str(error):
             alike = _of_one_kind(args, kwargs or {})
             if alike is None:
@@ -150,7 +154,9 @@ def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(leaf, DTensor):
             return _in_full(leaf)
         like = sharded.get(leaf.shape)
-        placements = [Replicate()] * leaves[0].device_mesh.ndim if like is None else like.placements  # type: ignore[attr-defined]
+        placements: Any = [Replicate()] * leaves[0].device_mesh.ndim  # type: ignore[attr-defined]
+        if like is not None and not any(p.is_partial() for p in like.placements):  # a whole tensor is no sum over ranks
+            placements = like.placements
         return distribute_tensor(leaf, leaves[0].device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
 
     return pytree.tree_map(one, (args, kwargs))

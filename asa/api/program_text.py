@@ -69,18 +69,49 @@ def _above(node: ast.AST | None) -> Iterator[ast.AST]:
 
 def becomes_a_shape(frame: Any) -> bool:
     """Whether what a program reads in ``frame`` is an argument of a function that takes shapes, or a bound of a slice,
-    and is neither compared nor kept."""
+    and is not compared. A local variable that keeps it may only be an argument of such functions."""
     node = _at(frame.f_code, frame.f_lasti)
+    return _is_shape(node) or _kept_for_shapes(node)
+
+
+def _is_shape(node: ast.AST | None, slices: bool = True) -> bool:
     for each in _above(node):
-        if isinstance(each, ast.Compare | ast.BoolOp | ast.IfExp | ast.NamedExpr):
+        if isinstance(each, ast.Compare | ast.BoolOp | ast.IfExp | ast.NamedExpr | ast.Lambda):
             return False
         if isinstance(each, ast.Slice):
-            return True
+            return slices
         if isinstance(each, ast.Call) and each is not node:
             name = each.func.attr if isinstance(each.func, ast.Attribute) else getattr(each.func, "id", "")
             if name in _SHAPING or name in ("max", "min"):
                 return name in _SHAPING
     return False
+
+
+def _kept_for_shapes(node: ast.AST | None) -> bool:
+    """Whether ``node`` is kept by local variables of a function that are assigned once, and only become shapes. What is
+    cut by them counts as a decision: see :func:`cut_by`."""
+    statement: Any = next((getattr(each, "above", None) for each in _above(node) if not _reads_a_part(each)), None)
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return False
+    target, function = statement.targets[0], getattr(statement, "above", None)
+    names = target.elts if isinstance(target, ast.Tuple) else [target]
+    while function is not None and not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        function = getattr(function, "above", None)
+    if isinstance(function, ast.ClassDef | None) or not all(isinstance(n, ast.Name) for n in names):
+        return False
+    kept = {n.id for n in names if isinstance(n, ast.Name)}
+    uses = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in kept]
+    outside = any(isinstance(n, ast.Global | ast.Nonlocal) and kept & {*n.names} for n in ast.walk(function))
+    written = sum(not isinstance(n.ctx, ast.Load) for n in uses)
+    return written == len(names) and not outside and all(
+        _is_shape(n, slices=False) for n in uses if isinstance(n.ctx, ast.Load)
+    )  # fmt: skip
+
+
+def _reads_a_part(node: ast.AST) -> bool:
+    """Whether ``node`` is the object in ``node[0]``, of which the subscript is read."""
+    above = getattr(node, "above", None)
+    return isinstance(above, ast.Subscript) and above.value is node and isinstance(above.slice, ast.Constant)
 
 
 def cut_by(frame: Any) -> Any:

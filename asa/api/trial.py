@@ -212,7 +212,8 @@ class Trial:
             compared = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
             if repeated:
                 compared = replace(compared, unknown="", doubt="")
-            if self._report(compared, loss.dtype, model):
+            types = [o.dtype for o in tape.outputs if o.is_floating_point()]
+            if self._report(compared, loss.dtype, model, max((torch.finfo(t).eps for t in types), default=0.0)):
                 self._reported_forms.add(forms)
         self._stop_if_finished()
 
@@ -311,10 +312,12 @@ class Trial:
             self._close()
             functions_followed(False)
 
-    def _report(self, difference: Difference, dtype: torch.dtype, model: DistributedModelBase | None) -> bool:
+    def _report(
+        self, difference: Difference, dtype: torch.dtype, model: DistributedModelBase | None, rounding: float = 0.0
+    ) -> bool:
         """Warn of a difference; if it could not be determined, say so once. Returns whether there was anything to
-        say."""
-        lines = [] if difference.unknown else sentences(difference, dtype)
+        say. ``rounding``: relative distance of neighbouring numbers of the outputs' type."""
+        lines = [] if difference.unknown else sentences(difference, dtype, rounding)
         why = difference.unknown or ("" if lines else difference.doubt)
         if why and why not in self._reported_reasons and model is not None:
             self._reported_reasons.add(why)
@@ -353,10 +356,12 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCES.get(dtype, 5e-2)
 
 
-def sentences(difference: Difference, dtype: torch.dtype) -> list[str]:
-    """Sentences on what differs; empty if nothing does."""
+def sentences(difference: Difference, dtype: torch.dtype, rounding: float = 0.0) -> list[str]:
+    """Sentences on what differs by more than a loss of type ``dtype``, or outputs with ``rounding``, can tell; empty if
+    nothing does."""
     lines = []
-    differs = difference.gradients > tolerance(dtype)
+    within = max(tolerance(dtype), rounding)
+    differs = difference.gradients > within
     if difference.differing_number is not None and not (
         differs and difference.differing_number.is_integer()
     ):  # a count of samples is named below
@@ -370,7 +375,7 @@ def sentences(difference: Difference, dtype: torch.dtype) -> list[str]:
             "a tensor with a row for each sample is made beside the batch, by the sample's place in it, and is the "
             "same on all ranks: one device has one for the whole batch; make it in the loader's collate_fn"
         )
-    if difference.inputs > tolerance(dtype):
+    if difference.inputs > within:
         lines.append(
             f"what the model is given differs by {difference.inputs:.1%} from what one device would give it: it is "
             "made of other samples of the batch, or drawn, and each rank has its own; make it in the loader's "

@@ -95,6 +95,7 @@ def table() -> dict[str, Program]:
     from benchmarks.program_table import (  # noqa: F401
         adversary,
         batches,
+        copies,
         frameworks,
         further,
         habits,
@@ -111,6 +112,7 @@ def table() -> dict[str, Program]:
         strange,
         trainers,
         unseen,
+        varied,
         weights,
     )
 

@@ -76,9 +76,20 @@ def same(call: Call) -> bool:
     return bool(compare(*call.args, **call.options).all())
 
 
+def set_item(call: Call) -> Any:
+    """``t[...] = part`` of a whole tensor; of a part, only all of it can be set."""
+    target, index, value = call.args
+    if not isinstance(target, TensorPart):
+        return call.func(target, index, beside_whole("t[...] = p", value))
+    if index is not Ellipsis and index != slice(None):
+        refuse(call.name, target.parted)
+    return target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)
+
+
 handles(ELEMENTWISE, elementwise)
 handles((f"{name}_" for name in ELEMENTWISE), elementwise)
 handles(_OPERATORS.split(), elementwise)
 handles(_RANDOM.split(), random_part)
 handles(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), new_like)
 handles(("equal", "allclose"), same)
+handles(("__setitem__",), set_item)

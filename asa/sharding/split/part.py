@@ -49,6 +49,9 @@ _PLAIN = {
 }  # fmt: skip
 """What is known of the whole tensor without its values."""
 
+_WITH_OUT = {"lerp", "add", "sub", "mul", "div", "addcmul", "addcdiv", "where", "maximum", "minimum", "sign", "clamp"}
+"""Functions whose result can be copied to ``out``."""
+
 _WHY = {
     "grad": "torch.autograd.grad does not know parameters that ranks hold in parts: use loss.backward(), and p.grad",
     "backward": "backward(inputs=...) does not know parameters that ranks hold in parts: set requires_grad instead",
@@ -103,8 +106,13 @@ class TensorPart(Tensor):
         handler = HANDLERS.get(name)
         if "out" in kwargs and kwargs["out"] is None:
             del (kwargs := dict(kwargs))["out"]
-        if handler is None or "out" in kwargs:
-            refuse(name, parts_in((*args, *kwargs.values()))[0].parted)
+        parts = parts_in((*args, *kwargs.values()))
+        out = kwargs.get("out")
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in parts)
+        if handler is None or ("out" in kwargs and (learns or not isinstance(out, Tensor) or name not in _WITH_OUT)):
+            refuse(name, parts[0].parted)
+        if out is not None:
+            return out.copy_(func(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
         return followed(name, args, lambda: handler(Call(func, name, tuple(args), kwargs)), kwargs)
 
     @classmethod
