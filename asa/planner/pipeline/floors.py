@@ -66,6 +66,8 @@ class Paced:
 
     def __init__(self, pipelines: StagedSpace, compute_ms: Any, widths: Any, unit: int, m: int, low: float) -> None:
         self.m, self.bound, self.level, self.stuck = m, low, 0, False
+        self.quick = False
+        """Whether the host's work at the ends of stages is left out."""
         self._pipelines, self._widths, self._high = pipelines, widths, INF
         self._slots, self._slots_of = pipelines.gpus // unit, widths // unit
         self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
@@ -76,7 +78,7 @@ class Paced:
         """Raise the bound by one test. The first three ask whether any plan takes less than ``best`` ms: by compute
         alone, with the host's work at the ends of stages, and with once-per-step work. Further ones bisect the interval
         between the bound and the best plan."""
-        self.level += 1
+        self.level += 1 + (self.quick and self.level == 1)
         if self.level == 2:
             for k, w in enumerate(self._widths.tolist()):
                 bounds = self._pipelines.ends(w, self.m) if clock.now() < ends else None
