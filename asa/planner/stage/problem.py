@@ -270,6 +270,20 @@ class Row(Sequence[Config]):
         return self._made[index]
 
 
+def column(row: Sequence[Config], name: str) -> Any:
+    """The field ``name`` of each configuration of a component, as an array."""
+    if not isinstance(row, Row):
+        return np.array([getattr(c, name) for c in row])
+    return row.values[:, COLUMNS.index(name)] if name in COLUMNS else getattr(row, name)
+
+
+def between(edges: Mapping[Any, Edge], name: str) -> Any:
+    """The field ``name`` of each of ``edges``, as an array."""
+    if not isinstance(edges, Joints | Sides):
+        return np.array([getattr(e, name) for e in edges.values()])
+    return edges.figures[JOINT.index(name)]
+
+
 class Sides(Mapping[int, Edge]):
     """Costs of beginning, or of ending, a stage in each of ``layouts`` (by number). ``figures`` is column x layout."""
 
