@@ -24,7 +24,7 @@ from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
 from asa.planner.parallel import Exchange, Forked, can_fork
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
-from asa.planner.pipeline.floors import Paced, floors
+from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.practice import on_fewer
 from asa.planner.pipeline.staged import Pipelined, StagedSpace
@@ -255,17 +255,13 @@ class _Search:
         best, staged, budget = self.best, self.staged, self.budget
         staged.likely_tight = likely_tight(self.single_stages)
         floor, paced = floors(staged, best.limit, counts)
-        closer = dict[int, Paced]()
-        if joint.searched(staged):
-            closer, paced = {x.m: x for x in paced}, []
-            for x in closer.values():
-                x.quick = True
-        floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in paced}}
+        near = {x.m: x for x in paced} if joint.searched(staged) else {}
+        floor = {m: bound for m, bound in floor.items() if near or m not in {x.m for x in paced}}
         ends = max(self.ends, clock.now() + budget.rest * (self.ends - best.started))
         pipelined = joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=budget.enough,
-            patience_s=max(0.0, best.started + budget.patience_s - clock.now()), others=[*others, *paced],
-            started=best.started, floor=floor, closer=closer, likely_tight=staged.likely_tight, effort=budget.effort,
+            patience_s=max(0.0, best.started + budget.patience_s - clock.now()), others=[*others, *(() if near else paced)],
+            started=best.started, floor=floor, near=near, likely_tight=staged.likely_tight, effort=budget.effort,
         )  # fmt: skip
         lowest_bound = min((b for _, _, b in pipelined.curve), default=0.0)
         curve_so_far = [(t, v, min(b, lowest_bound)) for t, v, b in best.curve]

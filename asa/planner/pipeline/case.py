@@ -63,10 +63,6 @@ class Case(ABC):
         """Lower bound in ms on the step of all plans of this case."""
         return self._bound if self._paced is None else max(self._bound, self._paced.bound)
 
-    @bound.setter
-    def bound(self, ms: float) -> None:
-        self._bound = ms
-
     def framed(self) -> Frame:
         """Lower bounds from the current tables."""
         assert self.links is not None
@@ -79,10 +75,9 @@ class Case(ABC):
         return Frame(self.cache.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, usable)
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans of ``best`` ms or more do not count. What is quick for all cases with this number of
-        microbatches comes first."""
+        """Raise the bound, first that of all cases with ``m``. Plans of ``best`` ms or more do not count."""
         if self._paced is not None and not self._paced.stuck and self._paced.bound < best:
-            self._paced.step(best, ends)
+            self._paced.step(best, ends, hosts=False)
             return
         if self.level < 2:
             # the time of a frame, including the test of which stages may be in a plan at all
@@ -104,7 +99,7 @@ class Case(ABC):
 
     def _alive(self, frame: Frame, best: float) -> None:
         """Raise the bound to that of ``frame``, and drop the widths that are in no plan below ``best``."""
-        self.bound = max(self.bound, frame.value(self.stages))
+        self._bound = max(self.bound, frame.value(self.stages))
         if self.bound >= best:
             return
         if not len(frame.front_late):

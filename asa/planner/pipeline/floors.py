@@ -66,19 +66,17 @@ class Paced:
 
     def __init__(self, pipelines: StagedSpace, compute_ms: Any, widths: Any, unit: int, m: int, low: float) -> None:
         self.m, self.bound, self.level, self.stuck = m, low, 0, False
-        self.quick = False
-        """Whether the host's work at the ends of stages is left out."""
         self._pipelines, self._widths, self._high = pipelines, widths, INF
         self._slots, self._slots_of = pipelines.gpus // unit, widths // unit
         self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
         self._joints, self._whole = np.zeros((2, *compute_ms.shape)), np.zeros((2, 2, *compute_ms.shape))
         self._tables = self._build_tables()
 
-    def step(self, best: float, ends: float) -> None:
+    def step(self, best: float, ends: float, *, hosts: bool = True) -> None:
         """Raise the bound by one test. The first three ask whether any plan takes less than ``best`` ms: by compute
         alone, with the host's work at the ends of stages, and with once-per-step work. Further ones bisect the interval
         between the bound and the best plan."""
-        self.level += 1 + (self.quick and self.level == 1)
+        self.level += 1 if hosts or self.level != 1 else 2  # their work is left out
         if self.level == 2:
             for k, w in enumerate(self._widths.tolist()):
                 bounds = self._pipelines.ends(w, self.m) if clock.now() < ends else None

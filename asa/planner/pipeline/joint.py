@@ -112,7 +112,7 @@ def search(
     others: Sequence[Item] = (),
     started: float | None = None,
     floor: dict[int, float] | None = None,
-    closer: Mapping[int, Paced] | None = None,
+    near: Mapping[int, Paced] | None = None,
     likely_tight: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
@@ -121,8 +121,8 @@ def search(
     ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
     the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
     up. ``started``: the time at which the curve begins. ``floor``: the numbers of microbatches to search, with a bound
-    on each (:mod:`asa.planner.pipeline.floors`); all where None. ``closer``: what raises some of
-    these. ``likely_tight``: memory is likely to bind.
+    on each (:mod:`asa.planner.pipeline.floors`); all where None; ``near`` raises some.
+    ``likely_tight``: memory is likely to bind.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
@@ -133,9 +133,8 @@ def search(
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
                 for stages in _alike(schedule, min(cache.n, cache.gpus), m):
-                    queue.append(
-                        OpenList(cache, m, name, schedule, stages, best.offer, floor[m], (closer or {}).get(m))
-                    )
+                    near_m = near.get(m) if near else None
+                    queue.append(OpenList(cache, m, name, schedule, stages, best.offer, floor[m], near_m))
     closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
     counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(

@@ -8,15 +8,17 @@ either than another with the same layout is dropped, and the least ``u`` at the 
 
 from __future__ import annotations
 
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
 from asa.cost.memory.peak import peaks
-from asa.planner.stage.problem import Problem, Solution, between, column
+from asa.planner.stage.problem import JOINT, Joints, Problem, Solution, column
 
 _INF = float("inf")
+_EDGE = ("state", "activations", "transient")
+_ENDS, _HELD = attrgetter(*_EDGE), [JOINT.index(x) for x in _EDGE]
 
 # u, w, configuration, label behind it.
 _Label = tuple[float, float, int, Any]
@@ -80,7 +82,8 @@ def memory_ceiling(problem: Problem) -> float:
     """GiB above which no choice peaks, with every component and edge at its largest in each respect, all at once."""
     held = ("state", "activations", "gradients")
     total = sum(float(column(row, name).max()) for row in problem.configs for name in held)
-    joints = [edges for edges in problem.edges if edges]
-    total += sum(float(between(edges, name).max()) for edges in joints for name in held[:2])
-    moving = max((float(between(edges, "transient").max()) for edges in joints), default=0.0)
+    joints = [e.figures[_HELD] if isinstance(e, Joints) else np.array([_ENDS(x) for x in e.values()]).T
+              for e in problem.edges if e]  # fmt: skip
+    total += sum(float(state.max() + activations.max()) for state, activations, _ in joints)
+    moving = max((float(transient.max()) for _, _, transient in joints), default=0.0)
     return total + max(float(column(row, "transient").max()) for row in problem.configs) + moving

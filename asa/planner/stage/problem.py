@@ -277,13 +277,6 @@ def column(row: Sequence[Config], name: str) -> Any:
     return row.values[:, COLUMNS.index(name)] if name in COLUMNS else getattr(row, name)
 
 
-def between(edges: Mapping[Any, Edge], name: str) -> Any:
-    """The field ``name`` of each of ``edges``, as an array."""
-    if not isinstance(edges, Joints | Sides):
-        return np.array([getattr(e, name) for e in edges.values()])
-    return edges.figures[JOINT.index(name)]
-
-
 class Sides(Mapping[int, Edge]):
     """Costs of beginning, or of ending, a stage in each of ``layouts`` (by number). ``figures`` is column x layout."""
 

@@ -327,8 +327,7 @@ def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float,
             is_wanted = single.num_microbatches <= most and (single.likely_tight or most < float("inf"))
             if single.bound >= best or single.slow or not is_wanted:
                 break
-            ways += single.ways if single.num_microbatches > 1 else 0
-            if ways > _MORE:
+            if (ways := ways + (single.ways if single.num_microbatches > 1 else 0)) > _MORE:
                 break
             if single.least < best:
                 single.begin(best)
