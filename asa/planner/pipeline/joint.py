@@ -35,10 +35,11 @@ class Item(Protocol):
     ``value``: ms of its own best plan, for parts that store it. ``stuck``: the bound rises no further.
     """
 
-    bound: float
     level: int
     stuck: bool
 
+    @property
+    def bound(self) -> float: ...
     @property
     def value(self) -> float: ...
 
@@ -120,9 +121,8 @@ def search(
 
     ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
     the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
-    up. ``started``: the time at which the curve begins. ``floor``: the numbers of microbatches to search, with a bound
-    on each (:mod:`asa.planner.pipeline.floors`); all where None; ``near`` raises some.
-    ``likely_tight``: memory is likely to bind.
+    up. ``likely_tight``: memory may bind. ``started``: where the curve begins. ``floor``: a bound for each number of
+    microbatches to search (:mod:`asa.planner.pipeline.floors`); all where None. ``near`` raises some of these bounds.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
@@ -133,8 +133,7 @@ def search(
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
                 for stages in _alike(schedule, min(cache.n, cache.gpus), m):
-                    near_m = near.get(m) if near else None
-                    queue.append(OpenList(cache, m, name, schedule, stages, best.offer, floor[m], near_m))
+                    queue.append(OpenList(cache, m, name, schedule, stages, best.offer, floor[m], (near or {}).get(m)))
     closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
     counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(
