@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import known_models
@@ -11,16 +12,22 @@ import torch
 from torch import nn
 
 from asa.cost.machine import presets
+from asa.cost.machine.estimate import on_device
 from asa.cost.machine.what_if import slower_profile
 from asa.cost.memory.peak import needed
 from asa.errors import InfeasibleError, UsageError
 from asa.interfaces.schedule import Schedule
 from asa.ir import codec
+from asa.ir.cluster import Cluster
 from asa.ir.graph import InnerCollective, SequenceSplit
 from asa.ir.plan import Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, parse_pin, plan
 from asa.planner.questions.explain import explain, why_not
+from asa.planner.search import search
+from asa.planner.space.baselines import uniform as uniform_ways
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
 from asa.profiler.measure import profile_module
 from asa.sharding.axis import Axis
 from asa.sharding.describe import tensor_split
@@ -36,6 +43,7 @@ from planner_tests.verified import verified
 
 TOKENS, WIDTH = 197, 768
 CLUSTER = presets.load("a100-nvlink-8")
+SHIPPED = Path(__file__).parent.parent / "profiles"
 
 
 def encoder(tokens: int = TOKENS) -> Profile:
@@ -83,7 +91,7 @@ def test_by_name_it_is_a_whole_strategy_that_holds_less() -> None:
     assert all(x.sequence for x, c in zip(cut.layouts(), cut.components, strict=True) if "encoder" in c.name)
 
 
-def test_unasked_it_is_not_searched_and_asked_it_never_makes_the_answer_worse() -> None:
+def test_unasked_it_is_not_searched_without_times_and_asked_it_never_makes_the_answer_worse() -> None:
     usual, wider = ask(), ask(strategies=("asa", "sequence"))
     assert "sequence" not in kinds(usual) | {b.name for b in usual.baselines}
     assert "sequence" not in usual.certificate.space
@@ -146,7 +154,7 @@ def test_measured_times_of_cut_tokens_are_priced_and_bound_the_search() -> None:
     assert [t.forward.median for t in slow] == [t.forward.median for t in timed(plain, 1.0).by_tokens or ()]
 
 
-def test_unasked_it_is_searched_where_memory_binds_and_shards_were_measured() -> None:
+def test_unasked_it_is_searched_where_shards_were_measured() -> None:
     few = replace(offered(), checkpoint=False, schedules=dict[str, Schedule]())
     pins = (parse_pin("*=replicate@1"),)
     large = encoder(20_000)
@@ -163,6 +171,28 @@ def test_unasked_it_is_searched_where_memory_binds_and_shards_were_measured() ->
     assert "sequence" not in kinds(least(timed(large, 1.0), None))
     with pytest.raises(InfeasibleError):
         least(large, room)
+
+
+def test_more_memory_is_never_slower() -> None:
+    """A plan that fits in less memory fits in more, so it bounds the answer there, and what is proved there."""
+    profile = codec.load(Profile, SHIPPED / "vit_b_16.cpu.fp32.json")  # cut tokens were measured to be faster
+    cluster = codec.load(Cluster, SHIPPED / "cluster.local-gloo-2.json")
+    request = Request(gpus=2, global_batch=64)
+
+    def prices(memory_bytes: int | None) -> Prices:
+        wanted = replace(request, memory_bytes=memory_bytes)
+        return Prices(Space(on_device(profile, cluster), cluster, offered(), wanted))
+
+    stock = prices(None).of(uniform_ways("ddp", prices(None), 1)).peak.total
+    fastest_s = float("inf")
+    for share in (0.5, 0.7, None):
+        room = None if share is None else needed(cluster.device, share * stock, request.gpus)
+        answer = search(prices(room), solver="dp", time_limit_s=5.0)
+        assert answer.best is not None
+        step_s = prices(room).of(answer.best).cost.total_s
+        assert step_s <= fastest_s * (1 + 1e-6)
+        fastest_s = min(fastest_s, step_s)
+        assert answer.lower_bound_s <= fastest_s * (1 + 1e-6)
 
 
 def test_the_profiler_times_shards_whose_tokens_are_cut() -> None:

@@ -45,8 +45,6 @@ _SLACK = 1e-7
 _HOPELESS = 1.02
 """A first plan of several stages that takes this multiple of the best plan is not improved: none of 15 such became
 faster than that plan (decision 0141)."""
-_NEAR = 0.5
-"""Share of the best plan: a bound from compute below it is not raised where closer bounds follow anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,17 +255,14 @@ class _Search:
         best, staged, budget = self.best, self.staged, self.budget
         staged.likely_tight = likely_tight(self.single_stages)
         floor, paced = floors(staged, best.limit, counts)
-        if joint.searched(staged):  # compute alone may show that no pipeline is better; closer bounds follow
-            for x in (x for x in paced if _NEAR * best.limit < x.bound < best.limit):
-                x.step(best.limit, self.ends)
-                floor[x.m] = x.bound
-            paced = []
-        floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in paced}}
+        near = {x.m: x for x in paced} if joint.searched(staged) else {}
+        floor = {m: bound for m, bound in floor.items() if near or m not in {x.m for x in paced}}
         ends = max(self.ends, clock.now() + budget.rest * (self.ends - best.started))
         pipelined = joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=budget.enough,
-            patience_s=max(0.0, best.started + budget.patience_s - clock.now()), others=[*others, *paced],
-            started=best.started, floor=floor, likely_tight=staged.likely_tight, effort=budget.effort,
+            patience_s=max(0.0, best.started + budget.patience_s - clock.now()), started=best.started, floor=floor,
+            near=near, others=others if near else [*others, *paced], likely_tight=staged.likely_tight,
+            effort=budget.effort,
         )  # fmt: skip
         lowest_bound = min((b for _, _, b in pipelined.curve), default=0.0)
         curve_so_far = [(t, v, min(b, lowest_bound)) for t, v, b in best.curve]

@@ -18,6 +18,7 @@ from asa.cost.pipeline import lead
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
+from asa.planner.pipeline.floors import Paced
 from asa.planner.pipeline.stage_cache import MANY, StageCache
 from asa.planner.pipeline.staged import Skeleton, value_of
 from asa.planner.space.space import divisors
@@ -39,10 +40,12 @@ class Case(ABC):
     def __init__(
         self, cache: StageCache, m: int, name: str, schedule: Schedule, stages: Sequence[int],
         offer: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
+        paced: Paced | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.m, self.name, self.schedule, self.stages = cache, m, name, schedule, tuple(stages)
         self.most, each = max(stages), range(1, max(stages) + 1)
-        self.offer, self.bound, self.level = offer, bound, 0
+        self._paced, self._bound = paced, bound
+        self.offer, self.level = offer, 0
         self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
         self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
         """Warm-up microbatches by number of stages to the last; None where the schedule waits for no return."""
@@ -54,6 +57,11 @@ class Case(ABC):
         self._usable = {(w, r): every for w in self.widths for r in each}
         self.stuck = False
         self._tight = self._rough = False
+
+    @property
+    def bound(self) -> float:
+        """Lower bound in ms on the step of all plans of this case."""
+        return self._bound if self._paced is None else max(self._bound, self._paced.bound)
 
     def framed(self) -> Frame:
         """Lower bounds from the current tables."""
@@ -67,7 +75,10 @@ class Case(ABC):
         return Frame(self.cache.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, usable)
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans of ``best`` ms or more do not count."""
+        """Raise the bound, first that of all cases with ``m``. Plans of ``best`` ms or more do not count."""
+        if self._paced is not None and not self._paced.stuck and self._paced.bound < best:
+            self._paced.step(best, ends, hosts=False)
+            return
         if self.level < 2:
             # the time of a frame, including the test of which stages may be in a plan at all
             offsets = sum(len(self.cache.offsets[w]) for w in self.widths)
@@ -88,7 +99,7 @@ class Case(ABC):
 
     def _alive(self, frame: Frame, best: float) -> None:
         """Raise the bound to that of ``frame``, and drop the widths that are in no plan below ``best``."""
-        self.bound = max(self.bound, frame.value(self.stages))
+        self._bound = max(self.bound, frame.value(self.stages))
         if self.bound >= best:
             return
         if not len(frame.front_late):

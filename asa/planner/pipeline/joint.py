@@ -8,14 +8,14 @@ reaches the incumbent: no faster plan exists then.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.budget import ROUNDING, USUAL, Effort
-from asa.planner.pipeline.floors import floors
+from asa.planner.pipeline.floors import Paced, floors
 from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.pipeline.staged import Pipelined, Skeleton, StagedSpace
@@ -35,10 +35,11 @@ class Item(Protocol):
     ``value``: ms of its own best plan, for parts that store it. ``stuck``: the bound rises no further.
     """
 
-    bound: float
     level: int
     stuck: bool
 
+    @property
+    def bound(self) -> float: ...
     @property
     def value(self) -> float: ...
 
@@ -112,6 +113,7 @@ def search(
     others: Sequence[Item] = (),
     started: float | None = None,
     floor: dict[int, float] | None = None,
+    near: Mapping[int, Paced] | None = None,
     likely_tight: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
@@ -119,8 +121,8 @@ def search(
 
     ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
     the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
-    up. ``started``: the time at which the curve begins. ``floor``: the numbers of microbatches to search, with a bound
-    on each (:mod:`asa.planner.pipeline.floors`); all where None. ``likely_tight``: memory is likely to bind.
+    up. ``likely_tight``: memory may bind. ``started``: where the curve begins. ``floor``: a bound for each number of
+    microbatches to search (:mod:`asa.planner.pipeline.floors`); all where None. ``near`` raises some of these bounds.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
@@ -131,7 +133,7 @@ def search(
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
                 for stages in _alike(schedule, min(cache.n, cache.gpus), m):
-                    queue.append(OpenList(cache, m, name, schedule, stages, best.offer, bound=floor[m]))
+                    queue.append(OpenList(cache, m, name, schedule, stages, best.offer, floor[m], (near or {}).get(m)))
     closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
     counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(
@@ -174,6 +176,9 @@ def best_first(
         allowed = gap if clock.now() >= patience else 0.0
         if bound >= best.limit * (1 - max(allowed, ROUNDING)) or clock.now() > ends:
             break
+        if item.bound > bound:  # another case has raised it
+            heapq.heapreplace(queue, (item.bound, number, item))
+            continue
         heapq.heappop(queue)
         item.step(best.limit * (1 - ROUNDING), ends)
         steps += 1
@@ -182,7 +187,7 @@ def best_first(
             lowest = min(lowest, item.bound)  # this bound is final; other items may still hold better plans
         else:
             heapq.heappush(queue, (item.bound, number, item))
-    proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
+    proved = min([best.limit, lowest, *(item.bound for _, _, item in queue)])
     if proved >= best.limit * (1 - 2 * ROUNDING):
         proved = best.limit
     best.note(proved)

@@ -80,7 +80,7 @@ class OpenList(Case):
 
     def _note(self, best: float) -> None:
         low = min(self._queue[0][0] if self._queue else INF, self._listed, self._floor)
-        self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
+        self._bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
 
     def _examine(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
         """Examine one set of cuts and widths a step further; returns a bound on it, and the ms of a plan where a better
@@ -151,7 +151,7 @@ class OpenList(Case):
             if bound >= limit:
                 self._queue, self._listed = [], limit
                 break
-            self.bound = max(self.bound, bound)
+            self._bound = max(self.bound, bound)
             frame.look_ahead(self.stages)
             options = self._options = self._explored.options(frame, limit)
             leaves, proved = plans(frame, options, self.stages, self.schedule, limit, FEW)

@@ -106,9 +106,8 @@ class Prices:
         """Cache of the ways of the whole strategies, which are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], np.ndarray] = {}
         self._priced_candidates: dict[tuple[object, ...], Price] = {}
-        offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
-        if (offload or (tokens and not space.by_tokens)) and not self._plain_fits():
-            space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
+        if space.may_offload and space.request.offload == "auto" and not self._plain_fits():
+            space.offloading = True
 
     def _plain_fits(self) -> bool:
         """Whether plain data parallelism on all devices fits with some number of microbatches."""

@@ -74,11 +74,8 @@ class Space:
         self._tensor_degrees: dict[tuple[TensorStrategyName, int], TensorDegree] = {}
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
         self._splits: dict[tuple[int, int, bool], list[TensorStrategyName]] = {}
-        self.may_cut_tokens = "sequence" in strategies.tensor and request.gpus > 1 and bool(profile.by_tokens)
-        """Whether components may also split their tokens where memory binds, which the prices decide. Only where such
-        shards were measured."""
-        self.by_tokens = "sequence" in strategies.tensor and "sequence" in request.named
-        """Whether layouts that split tokens are searched: they were asked for by name, or memory binds."""
+        self.by_tokens = "sequence" in strategies.tensor and ("sequence" in request.named or bool(profile.by_tokens))
+        """Whether layouts that split tokens are searched: where such shards were measured, or asked for by name."""
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
         self.offloading = self.may_offload and request.offload == "always"

@@ -23,7 +23,7 @@ from asa.cost.memory.peak import peaks
 from asa.cost.step import hidden_from
 from asa.planner.budget import ROUNDING
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import JOINT, Choice, Joints, Problem
+from asa.planner.stage.problem import JOINT, Choice, Joints, Problem, column
 
 INF = float("inf")
 _SIDES = 64
@@ -40,7 +40,7 @@ class Arrays:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         n = self.n = len(problem)
-        used = sorted({c.layout for row in problem.configs for c in row})
+        used = sorted({k for row in problem.configs for k in column(row, "layout").tolist()})
         number = {layout: k for k, layout in enumerate(used)}
         count = self.count = len(used)
         self.saving, self.sp, self.sc, self.capacity = problem.saving, problem.sp, problem.sc, problem.capacity
@@ -52,9 +52,9 @@ class Arrays:
         by_configs: dict[int, tuple[Any, Any, Any]] = {}
         for configs in problem.configs:
             if id(configs) not in by_configs:
-                layout = np.array([number[c.layout] for c in configs], dtype=np.int64)
+                layout = np.array([number[k] for k in column(configs, "layout").tolist()], dtype=np.int64)
                 order = np.argsort(layout, kind="stable")
-                row = np.array([[getattr(c, f) for f in _FIELDS] for c in configs], dtype=float)
+                row = np.stack([column(configs, f) for f in _FIELDS], axis=1).astype(float)
                 by_configs[id(configs)] = (row[order], layout[order], order)
             row, layout, order = by_configs[id(configs)]
             self.rows.append(row)

@@ -16,12 +16,11 @@ import numpy as np
 
 from asa.planner.space.space import divisors
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import COLUMNS, JOINT, Chain, Joints, Row, Sides, all_ahead
+from asa.planner.stage.problem import COLUMNS, JOINT, Chain, Joints, Sides, all_ahead, column
 
 INF = float("inf")
 
 EDGE = JOINT[1:]
-_CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS, ADDED = range(12)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
@@ -38,16 +37,12 @@ class Numbers:
         degrees = divisors(chain.width)
         self.degrees = len(degrees)
         self.degree = np.array([degrees.index(x.data) for x in chain.layouts])
-        self.rows = [
-            row.values.copy() if isinstance(row, Row) else np.array([_CONFIG(c) for c in row]) for row in chain.configs
-        ]
+        self.rows = [np.stack([column(row, name) for name in COLUMNS], axis=1) for row in chain.configs]
         for i, row in enumerate(self.rows):
             if chain.release[i] == i:  # a bucket that closes with its own component is sent at once
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
-        self.layout = [
-            row.layout if isinstance(row, Row) else np.array([c.layout for c in row]) for row in chain.configs
-        ]
+        self.layout = [column(row, "layout") for row in chain.configs]
         component, layouts = np.repeat(np.arange(self.n), [len(r) for r in self.rows]), np.concatenate(self.layout)
         order = np.lexsort((layouts, component))
         component, self.flat_layout = component[order], layouts[order]

@@ -8,15 +8,17 @@ either than another with the same layout is dropped, and the least ``u`` at the 
 
 from __future__ import annotations
 
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
 from asa.cost.memory.peak import peaks
-from asa.planner.stage.problem import Problem, Solution
+from asa.planner.stage.problem import JOINT, Joints, Problem, Solution, column
 
 _INF = float("inf")
+_EDGE = ("state", "activations", "transient")
+_ENDS, _HELD = attrgetter(*_EDGE), [JOINT.index(x) for x in _EDGE]
 
 # u, w, configuration, label behind it.
 _Label = tuple[float, float, int, Any]
@@ -72,15 +74,16 @@ def _undominated(labels: list[Any], size: int) -> list[Any]:
 def memory_floor(problem: Problem) -> float:
     """GiB below which no choice peaks, with every component at its least in each respect, whether or not at once."""
     names = ("state", "activations", "gradients", "transient")
-    least = (np.array([min(getattr(c, name) for c in row) for row in problem.configs]) for name in names)
+    least = (np.array([column(row, name).min() for row in problem.configs]) for name in names)
     return float(peaks(*least).max())
 
 
 def memory_ceiling(problem: Problem) -> float:
     """GiB above which no choice peaks, with every component and edge at its largest in each respect, all at once."""
-    total = sum(max(c.state for c in row) + max(c.activations for c in row) for row in problem.configs)
-    total += sum(max(c.gradients for c in row) for row in problem.configs)
-    between = [list(edges.values()) for edges in problem.edges if edges]
-    total += sum(max(e.state for e in edges) + max(e.activations for e in edges) for edges in between)
-    moving = max((e.transient for edges in between for e in edges), default=0.0)
-    return total + max(c.transient for row in problem.configs for c in row) + moving
+    held = ("state", "activations", "gradients")
+    total = sum(float(column(row, name).max()) for row in problem.configs for name in held)
+    joints = [e.figures[_HELD] if isinstance(e, Joints) else np.array([_ENDS(x) for x in e.values()]).T
+              for e in problem.edges if e]  # fmt: skip
+    total += sum(float(state.max() + activations.max()) for state, activations, _ in joints)
+    moving = max((float(transient.max()) for _, _, transient in joints), default=0.0)
+    return total + max(float(column(row, "transient").max()) for row in problem.configs) + moving

@@ -270,6 +270,13 @@ class Row(Sequence[Config]):
         return self._made[index]
 
 
+def column(row: Sequence[Config], name: str) -> Any:
+    """The field ``name`` of each configuration of a component, as an array."""
+    if not isinstance(row, Row):
+        return np.array([getattr(c, name) for c in row])
+    return row.values[:, COLUMNS.index(name)] if name in COLUMNS else getattr(row, name)
+
+
 class Sides(Mapping[int, Edge]):
     """Costs of beginning, or of ending, a stage in each of ``layouts`` (by number). ``figures`` is column x layout."""
 

@@ -324,9 +324,10 @@ def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float,
     for width, weights, most in kinds:
         candidates, ways = [x for x in stages if (x.width, x.weights) == (width, weights)], 0
         for single in sorted(candidates, key=lambda x: x.num_microbatches):
-            ways += single.ways if single.num_microbatches > 1 else 0
             is_wanted = single.num_microbatches <= most and (single.likely_tight or most < float("inf"))
-            if ways > _MORE or single.bound >= best or single.slow or not is_wanted:
+            if single.bound >= best or single.slow or not is_wanted:
+                break
+            if (ways := ways + (single.ways if single.num_microbatches > 1 else 0)) > _MORE:
                 break
             if single.least < best:
                 single.begin(best)
