@@ -86,7 +86,7 @@ def test_the_newest_plan_is_trained_without_being_named(place):
     assert json.loads((place / "run" / "result.json").read_text()) == result
     assert "epoch 2: loss" in done.stderr
     again = asa("train", "--resume", "--out", "run", "--data", "digits", "--epochs", "2", cwd=place)
-    assert "all 2 epochs are done" in again.stderr
+    assert "all 2 epochs are done; --epochs 3 trains on" in again.stderr
 
 
 def test_the_rest_of_a_run_is_given_what_its_beginning_was(place):

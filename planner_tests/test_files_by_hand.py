@@ -104,7 +104,7 @@ def test_a_plan_that_fits_on_few_devices_is_found_on_more(place, capsys):
         assert any(c.get("offload") for c in made["components"])
     assert entry.run([*argv, "--gpus", "2"]) == 4
     said = json.loads(capsys.readouterr().out)["error"]
-    assert "devices have 16 GiB (less 2.67 GiB" in said
+    assert "devices have 16.0 GiB (less 2.67 GiB" in said
     assert "or --gpus 3" in said, "the nearest number, not the double one"
 
 

@@ -55,7 +55,9 @@ def test_faster_strategies_that_pins_keep_out_are_called_so() -> None:
 
 
 def test_the_context_is_named_where_it_is_what_binds() -> None:
-    with pytest.raises(InfeasibleError, match=r"the context of the device and the allocator take .* devices have 0\.3"):
+    with pytest.raises(
+        InfeasibleError, match=r"the context of the device and the allocator take .* devices have 307 MiB"
+    ):
         plan(PROFILE, CLUSTER, offered(), asked(memory_bytes=int(0.3 * 2**30)))
     with pytest.raises(InfeasibleError, match=r"in the plan that needs least memory on up to 4 devices, .*ranks? in"):
         plan(PROFILE, CLUSTER, offered(), asked(memory_bytes=int(2.1 * 2**30), optimizer="adamw"))

@@ -90,7 +90,7 @@ def test_a_whole_strategy_is_to_be_had_in_what_it_is_said_to_need(name: str) -> 
             found = plan(profile, cluster, offered(), asked)[0]
             assert max(found.prediction.memory_bytes_per_rank) <= memory
         else:
-            with pytest.raises(InfeasibleError, match="GiB of"):
+            with pytest.raises(InfeasibleError, match="iB of"):
                 plan(profile, cluster, offered(), asked)
 
 

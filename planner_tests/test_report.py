@@ -327,7 +327,7 @@ def test_accuracy_near_chance_gives_way_to_the_loss():
         epoch=0.5, seconds=1.0, train_loss=4.6, validation_loss=4.61, validation_accuracy=0.012
     )
     cell = replace(nouns.bench().results[0], accuracy=(point,))
-    assert bench.costs(cell, 100)[-1] == "loss 4.610 after 0.5 epochs"
+    assert bench.costs(cell, 100)[-1] == "loss 4.61 after 0.5 epochs"
     assert bench.costs(replace(cell, accuracy=(replace(point, validation_accuracy=0.3),)), 100)[-1].startswith("30.0 %")
 
 

@@ -391,6 +391,68 @@ def test_accuracy_at_chance_is_shown_as_a_loss():
     assert study_figures.of(study(replace(guessed, num_classes=100)))[0].learnt.startswith("15")
 
 
+def test_a_run_that_diverged_is_named_and_is_not_among_the_learnt(tmp_path):
+    at = row()
+    point = replace(at.result.accuracy[-1], validation_accuracy=0.1, train_loss=2e6, validation_loss=2e6)
+    lost = replace(at, result=replace(at.result, accuracy=(point,)), num_classes=10)
+    (figures,) = study_figures.of(study(lost))
+    assert figures.learnt.startswith("diverged")
+    assert "2e+06" not in figures.learnt
+    assert figures.accuracy is None, "an accuracy of guessing is compared with nothing"
+    text = "\n".join(report.folded(study(lost)))
+    assert "diverged (1): " in text
+    assert "try a lower --lr" in text
+    drawn = {c.name: c.rows for c in study_page.charts([figures])}
+    assert not drawn["loss"], "one of a million would flatten the others"
+    assert not drawn["accuracy"]
+    # Only the statistics of BatchNorm are of too few steps: training itself went well.
+    (early,) = study_figures.of(
+        study(replace(lost, result=replace(at.result, accuracy=(replace(point, train_loss=2.2),))))
+    )
+    assert early.learnt.startswith("training loss 2.2")
+    assert not early.diverged
+
+
+@pytest.mark.parametrize(("classes", "guessed", "learnt"), [(2, 0.55, 0.9), (10, 0.2, 0.25), (100, 0.02, 0.03)])
+def test_an_accuracy_of_few_classes_can_be_shown(classes, guessed, learnt):
+    at = row()
+    for accuracy, shown in ((guessed, None), (learnt, learnt)):
+        point = replace(at.result.accuracy[-1], validation_accuracy=accuracy, train_loss=0.7)
+        known = replace(at, result=replace(at.result, accuracy=(point,)), num_classes=classes)
+        (figures,) = study_figures.of(study(known))
+        assert figures.accuracy == shown
+        assert study_figures.plain(figures)[study_figures.COLUMNS.index("validation_accuracy")] == shown
+
+
+def test_what_is_left_is_one_list():
+    at = row()
+    early = replace(at, cell=replace(at.cell, epochs=50))
+    waiting = replace(
+        at, cell=replace(at.cell, strategy="tensor"), state="open", result=None, why="the budget is used up"
+    )
+    lines = [text for text in report.folded(study(early, waiting)) if "budget" in text]
+    assert len(lines) == 1
+    assert lines[0].startswith("left (2): ")
+    assert lines[0].count("the same command") == 1
+
+
+def test_a_shorter_run_does_not_replace_a_longer_one(monkeypatch):
+    at = row()
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=1, global_batch=8, seed=0, strategies=("single",), epochs=(50,),
+        mode="measured",
+    )  # fmt: skip
+    words = args("--study", "grid", "--models", "tiny", "--input", "3x8x8")
+    monkeypatch.setattr(verb, "_shape", lambda block, args: (3, 8, 8))
+    rows: dict = {}
+    for epoch, kept in ((3.0, 3.0), (2.0, 3.0), (4.0, 4.0)):
+        point = replace(at.result.accuracy[-1], epoch=epoch)
+        found = {"single": replace(at.result, strategy="single", accuracy=(point,))}
+        verb._store_rows(rows, block, block.strategies, words, "Test CPU", found, "")
+        (only,) = rows.values()
+        assert only.result.accuracy[-1].epoch == kept
+
+
 def test_on_one_device_data_parallelism_is_the_single_device(tmp_path):
     block = study_grid.Block(
         model="tiny", data="digits", gpus=1, global_batch=8, seed=0, strategies=("single", "fsdp"), epochs=(1,),

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 FILE = "study.json"
 _OVERSUBSCRIBED = 4
 """Number of ranks that are measured on CPUs even with fewer cores, to show memory, losses and waiting."""
-_ROUNDING = 0.01
-"""Fraction of an epoch by which a run may be shorter than requested."""
 _LEAST_S = 3.0
 """Least number of seconds for measuring a block."""
 _START_S, _TRACE_S, _PLAN_S = 8.0, 40.0, 2.0
@@ -71,16 +69,14 @@ def run(args: Arguments, console: Console) -> None:
         remaining = args.budget - (time.monotonic() - began)
         share_s = _budget_share(remaining, work[number:])
         if remaining <= 0:
-            _store_rows(
-                rows, block, open_strategies, args, name, None, "the budget is used up; the same command goes on"
-            )
+            _store_rows(rows, block, open_strategies, args, name, None, "the budget is used up")
             continue
         console.say(f"asa: {block.title}: {', '.join(open_strategies)} ({number + 1} of {len(work)})")
         write = partial(_write, study, args, rows, folder, name)
         try:
             _block(block.with_strategies(open_strategies), args, console, device, name, rows, folder, share_s, write)
         except (KeyboardInterrupt, Terminated):
-            done = sum(row.result is not None and not _ended_early(row) for row in rows.values())
+            done = sum(row.result is not None and not row.ended_early for row in rows.values())
             if done:
                 said = "1 cell has results" if done == 1 else f"{done} cells have results"
                 console.say(f"asa: {said} in {folder / FILE}; the same command runs the others")
@@ -181,16 +177,9 @@ def _open_strategies(block: Block, args: Arguments, rows: dict[StudyCell, StudyR
     """Strategies of a block with a cell that has no result yet, too few epochs, or other microbatches than asked for;
     refused cells are tried again."""
     shape = _shape(block, args)
-    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not _ended_early(row)
+    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not row.ended_early
             and _microbatches(row) in (block.microbatches or _microbatches(row), None)}  # fmt: skip
     return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
-
-
-def _ended_early(row: StudyRow) -> bool:
-    """Whether the budget ended a run before all its epochs."""
-    if row.state != "measured" or row.result is None or not row.result.accuracy:
-        return False
-    return row.result.accuracy[-1].epoch < row.cell.epochs - _ROUNDING
 
 
 def _microbatches(row: StudyRow) -> int | None:
@@ -312,8 +301,8 @@ def _store_rows(
                 state = "measured" if ran else "predicted" if is_predicted else "refused"
                 reason = "" if state != "refused" else result.why_not
             stored = rows.get(cell)
-            if state == "open" and stored is not None and stored.result is not None:
-                continue  # a run that the budget ended is better than none
+            if stored is not None and stored.result is not None and _trained(stored.result) > _trained(result):
+                continue  # a run that the budget ended is better than none, and than one that it ended earlier
             shortened = None if result is None or state == "refused" else _until(result, cell.epochs)
             rows[cell] = StudyRow(
                 cell=cell, state=state, result=shortened, why=reason, data_source=source, created=codec.now(),
@@ -321,6 +310,11 @@ def _store_rows(
                 oversubscribed=is_oversubscribed, asa_version=asa.__version__,
                 notes=notes if state == "measured" else (),
             )  # fmt: skip
+
+
+def _trained(result: BenchResult | None) -> float:
+    """Epochs that a run trained; -1 without a run."""
+    return -1.0 if result is None else result.accuracy[-1].epoch if result.accuracy else 0.0
 
 
 def _until(result: BenchResult, epochs: int) -> BenchResult:

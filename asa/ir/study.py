@@ -36,6 +36,10 @@ class StudyCell:
     devices: str
 
 
+_ROUNDING = 0.01
+"""Fraction of an epoch by which a run may be shorter than requested."""
+
+
 @noun
 class StudyRow:
     """A cell and its result. ``why`` is the reason of a ``refused`` or ``open`` cell; ``notes`` are remarks for the
@@ -56,6 +60,13 @@ class StudyRow:
     created: str = ""
     asa_version: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether a measured run ended before all its epochs, because its time was over."""
+        if self.state != "measured" or self.result is None or not self.result.accuracy:
+            return False
+        return self.result.accuracy[-1].epoch < self.cell.epochs - _ROUNDING
 
 
 @noun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from asa.report.verdicts import between, busy, comparison, noise_of
 _WIDEST, _LEAST_SHARE = 0.25, 0.9
 _CHANCE = 2.0
 """Multiple of the accuracy of guessing below which an accuracy shows nothing about learning."""
+_LOST = 10.0
+"""Multiple of the loss of guessing above which a training loss, or a validation loss, is no longer one of learning."""
 TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
 COSTS = ("peak memory", "predicted memory", "memory error", "communication", "accuracy")
 
@@ -110,15 +113,37 @@ def clear_communication(r: BenchResult, single: BenchResult | None) -> bool:
 
 
 def near_chance(last: AccuracyPoint, num_classes: int) -> bool:
-    """Whether guessing does about as well, so that only the loss shows learning."""
-    return last.validation_accuracy <= _CHANCE / num_classes
+    """Whether guessing does about as well, so that only the loss shows learning: less than half of the way from
+    guessing to 100 % with few classes, where twice the accuracy of guessing would be no mark."""
+    guessing = 1 / num_classes
+    return last.validation_accuracy <= min(_CHANCE * guessing, (1 + guessing) / 2)
+
+
+def has_diverged(last: AccuracyPoint, num_classes: int | None) -> bool:
+    """Whether training went wrong: its loss is not a number, or far above that of guessing while the accuracy is near
+    it. Without ``num_classes``, only the first is known."""
+    if not num_classes or not math.isfinite(last.train_loss):
+        return not math.isfinite(last.train_loss)
+    return near_chance(last, num_classes) and last.train_loss > _LOST * math.log(num_classes)
+
+
+def learnt_in(last: AccuracyPoint, num_classes: int | None) -> str:
+    """Accuracy, or the loss if accuracy is near chance or there are no classes; for a run that learnt nothing, that it
+    diverged. A validation loss far above that of guessing gives way to the training loss: statistics of BatchNorm are
+    of few steps."""
+    if has_diverged(last, num_classes):
+        return "diverged"
+    if last.validation_accuracy > 0 and not (num_classes and near_chance(last, num_classes)):
+        return percent(last.validation_accuracy)
+    lost = not math.isfinite(last.validation_loss) or (
+        num_classes and last.validation_loss > _LOST * math.log(num_classes)
+    )
+    return f"training loss {last.train_loss:.4g}" if lost else f"loss {last.validation_loss:.4g}"
 
 
 def learnt_by(last: AccuracyPoint, num_classes: int) -> str:
-    """Accuracy, or the loss if accuracy is near chance, with the number of epochs."""
-    if near_chance(last, num_classes):
-        return f"loss {last.validation_loss:.3f} after {last.epoch:.2g} epochs"
-    return f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs"
+    """What a run learnt, with the number of epochs."""
+    return f"{learnt_in(last, num_classes)} after {last.epoch:.2g} epochs"
 
 
 def throughput(r: BenchResult) -> float | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asa.ir.bench import Bench
 from asa.report import drawing
-from asa.report.bench import clear_communication, communication_share
+from asa.report.bench import clear_communication, communication_share, near_chance
 from asa.report.drawing import Row
 from asa.report.tables import short
 
@@ -148,13 +148,14 @@ def accuracy(bench: Bench) -> Chart:
     rows: list[Row] = [
         (r.model, r.strategy, a.epoch, a.seconds, a.train_loss, a.validation_loss, a.validation_accuracy)
         for r in bench.results
+        if r.accuracy and not near_chance(r.accuracy[-1], bench.settings.num_classes)
         for a in r.accuracy
     ]
     return Chart(
         name="accuracy",
         title="Validation accuracy over epochs",
         caption="Data, order, dropout masks and seed are the same for every strategy, so different curves mean "
-        "different numerics.",
+        "different numerics. Runs that end near the accuracy of guessing are not shown.",
         columns=("model", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
         draw=drawing.accuracy,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,17 +86,25 @@ def predicted_measured(rows: Sequence[Row]) -> Figure:
     return figure
 
 
+def byte_unit(values: Iterable[float]) -> tuple[float, str]:
+    """Bytes of the unit in which the largest of ``values`` is written, and its name."""
+    largest = max(values, default=0.0)
+    return (2.0**30, "GiB") if largest >= 2**30 else (2.0**20, "MiB") if largest >= 2**20 else (2.0**10, "KiB")
+
+
 def memory(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, ranks, measured bytes, predicted bytes."""
     figure, panels = _panels(rows, height=_bar_height(rows))
+    unit, name = byte_unit(v for row in rows for i in (3, 4) if (v := _number(row[i])) is not None)
     for axes, panel_rows in panels:
         for y, row in enumerate(panel_rows):
-            measured, predicted = ((v / 2**30 if (v := _number(row[i])) is not None else None) for i in (3, 4))
+            measured, predicted = ((v / unit if (v := _number(row[i])) is not None else None) for i in (3, 4))
             if measured is not None:
                 axes.barh(y, measured, color=colour(str(row[1])), height=0.62)
             _predicted(axes, predicted, y, missing=measured is None)
         _strategies(axes, panel_rows)
-        axes.set_xlabel("GiB on the fullest device")
+        axes.set_xlabel(f"{name} on the fullest device")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
     return figure
 
 
@@ -213,7 +222,7 @@ def _over(rows: Sequence[Row], x_column: int, x_label: str, column: int, scale: 
                 label=strategy,
             )
         axes.set_xlabel(x_label)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.05 * axes.dataLim.x1 if axes.dataLim.x1 > 0 else None)  # the last mark is inside
         if x_label == "epochs" and all((_number(row[x_column]) or 0.0).is_integer() for row in panel_rows):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
@@ -238,9 +247,12 @@ _WIDE = 20.0
 def _plain_log(axes: Any, *which: str) -> None:
     """Make axes logarithmic, with plain numbers close enough that even a narrow range has one."""
     for name in which:
+        low, high = (float(getattr(axes.dataLim, f"{name}{end}")) for end in (0, 1))
+        decades = math.log10(high / low) if 0 < low < high < math.inf else 0.0
         getattr(axes, f"set_{name}scale")("log")
         axis = getattr(axes, f"{name}axis")
-        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        subs = (1, 1.5, 2, 3, 5, 7) if decades < 1 else (1, 3) if decades < 3 else (1,)  # numbers do not overlap
+        axis.set_major_locator(LogLocator(subs=subs))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
 

@@ -35,6 +35,8 @@ def _costliest(explanation: Explanation) -> list[RenderableType]:
             seconds(communicates(c)), f"{100 * cost[c.name] / total_s:.0f} %",
             NOTHING if other is None else _next_best(other),
         )  # fmt: skip
+    faster = any(c.alternative is not None and c.alternative.extra_s < 0 for c in shown)
+    shorter = " (below 0: shorter)" if faster else ""
     recomputes = any(c.checkpoint or (c.alternative is not None and c.alternative.checkpoint) for c in shown)
     again = "; ckpt: activations are computed again in backward" if recomputes else ""
     more = len(explanation.components) - _ROWS
@@ -46,7 +48,7 @@ def _costliest(explanation: Explanation) -> list[RenderableType]:
         line(f"Limit    {_LIMIT[explanation.binding]}"),
         line(""),
         result,
-        line(f"next best: what else it could run as, and by how much the step would be longer{again}", "dim"),
+        line(f"next best: what else it could run as, and by how much the step would be longer{shorter}{again}", "dim"),
         line(f"-v shows: {f'{more} more components, ' if more > 0 else ''}what each second goes to", "dim"),
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
 from matplotlib.ticker import MaxNLocator
 
-from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
+from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, byte_unit, colour, single
 from asa.report.tables import fitted
 
 _MAX_COLUMNS = 5
@@ -66,7 +66,7 @@ def component_times(rows: Sequence[Row]) -> Figure:
     axes.set_yticks(ys, [str(row[0]) for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("milliseconds of a step, predicted")
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -90,7 +90,8 @@ def trade(rows: Sequence[Row]) -> Figure:
     """Figure of rows: kind (``plan``, ``strategy``, ``frontier``), name, bytes, seconds. Memory is horizontal, time
     vertical."""
     figure, axes = single(3.6)
-    curve = sorted((float(r[2] or 0) / 2**30, 1e3 * float(r[3] or 0)) for r in rows if r[0] == "frontier")
+    unit, unit_name = byte_unit(float(r[2] or 0) for r in rows)
+    curve = sorted((float(r[2] or 0) / unit, 1e3 * float(r[3] or 0)) for r in rows if r[0] == "frontier")
     if curve:
         axes.step(
             *zip(*curve, strict=True),
@@ -104,11 +105,11 @@ def trade(rows: Sequence[Row]) -> Figure:
         is_plan = row[0] == "plan"
         recomputes = str(row[1]).endswith("+ckpt")  # has the colour of the strategy without
         axes.plot(
-            float(row[2] or 0) / 2**30, 1e3 * float(row[3] or 0), linestyle="none", label=str(row[1]),
+            float(row[2] or 0) / unit, 1e3 * float(row[3] or 0), linestyle="none", label=str(row[1]),
             marker="*" if is_plan else MARKERS[i % 4], markersize=13 if is_plan else 6,
             color=ASA if is_plan else colour(str(row[1])), fillstyle="none" if recomputes else "full",
         )  # fmt: skip
-    axes.set_xlabel("GiB on the fullest device, predicted")
+    axes.set_xlabel(f"{unit_name} on the fullest device, predicted")
     axes.set_ylabel("milliseconds a step, predicted")
     _from_zero(axes, "x", "y")
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -176,8 +177,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
 def rank_memory(rows: Sequence[Row]) -> Figure:
     """Figure of rows: rank, bytes predicted, bytes measured (None: not measured)."""
     figure, axes = single(0.9 + 0.34 * max(3, len(rows)))
-    small = max((float(n or 0) for row in rows for n in row[1:3]), default=0.0) < 2**30
-    unit = 2**20 if small else 2**30
+    unit, unit_name = byte_unit(float(n or 0) for row in rows for n in row[1:3])
     for y, row in enumerate(rows):
         if row[2] is not None:
             axes.barh(y, float(row[2]) / unit, color=PALETTE[0], height=0.6)
@@ -186,7 +186,7 @@ def rank_memory(rows: Sequence[Row]) -> Figure:
     axes.set_yticks(range(len(rows)), [f"rank {row[0]}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     _from_zero(axes, "x")
-    axes.set_xlabel("MiB" if small else "GiB")
+    axes.set_xlabel(unit_name)
     return figure
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from asa.ir.bench import BenchResult
-from asa.ir.study import Study
+from asa.ir.study import Study, StudyRow
 from asa.report import study_figures as figures
 from asa.report.study_figures import Figures
 from asa.report.tables import folded as wrapped
@@ -106,27 +106,46 @@ def folded(study: Study) -> list[str]:
     """Lines with each reason of refusal and its cells, notes, and the open work."""
     lines = [] if study.price is None else [f"costs: at {study.price:g} for a device and hour"]
     lines += [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
-    unfinished = [row for row in study.rows if row.result is not None and row.result.accuracy
-             and row.result.accuracy[-1].epoch < row.cell.epochs - 0.01]  # fmt: skip
-    if unfinished:
+    left = _left(study)
+    if left:
+        reasons = "; ".join(dict.fromkeys(why for _, why in left))
+        remedy = "" if "the same command" in reasons else "; the same command goes on"
+        lines.append(f"left ({len(left)}): {_few([c for c, _ in left])}: {reasons}{remedy}")
+    rows = figures.of(study)
+    diverged = [_cell(f.row) for f in rows if f.diverged]
+    if diverged:
         lines.append(
-            f"{len(unfinished)} cells were ended by the budget before their epochs; the same command runs them anew"
+            f"diverged ({len(diverged)}): {_few(diverged)}: the training loss is far above that of guessing, so only "
+            "times and memory say something; try a lower --lr"
         )
-    for why, cells in _reasons(study, "open").items():
-        lines.append(f"left ({len(cells)}): {_few(cells)}: {why}")
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
-    lines += figures.against_synchronous(study, figures.of(study))
+    lines += figures.against_synchronous(study, rows)
     return lines + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
 
 
-def _reasons(study: Study, state: str = "refused") -> dict[str, list[str]]:
-    """Reasons of cells in ``state``, each with its cells; a reason's number is its position."""
+def _reasons(study: Study) -> dict[str, list[str]]:
+    """Reasons of refused cells, each with its cells; a reason's number is its position."""
     reasons: dict[str, list[str]] = {}
     for row in study.rows:
-        if row.state == state:
-            reasons.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
+        if row.state == "refused":
+            reasons.setdefault(row.why, []).append(_cell(row))
     return reasons
+
+
+def _left(study: Study) -> list[tuple[str, str]]:
+    """Cells that another run of the command would take up, each with the reason why it is left."""
+    return [
+        (_cell(row), row.why or "not run yet")
+        if row.state == "open"
+        else (_cell(row), "the budget ended them before their epochs")
+        for row in study.rows
+        if row.state == "open" or row.ended_early
+    ]
+
+
+def _cell(row: StudyRow) -> str:
+    return f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}"
 
 
 def _few(cells: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.study import Published, Study, StudyCell, StudyRow
-from asa.report.bench import communication_share, near_chance, throughput
-from asa.report.units import NOTHING, percent, seconds
+from asa.report.bench import communication_share, has_diverged, learnt_in, near_chance, throughput
+from asa.report.units import NOTHING, seconds
 
 _TEN_EPOCHS = 10
 _HOUR_S = 3600.0
@@ -52,10 +52,20 @@ class Figures:
         """Accuracy, or the loss if accuracy is near chance or there are no classes, with the number of epochs."""
         if self.last is None:
             return NOTHING
+        return f"{learnt_in(self.last, self.row.num_classes)} ({self.last.epoch:.3g} ep)"
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training went wrong."""
+        return self.last is not None and has_diverged(self.last, self.row.num_classes)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Validation accuracy at the end; None if there is none, or guessing does about as well."""
         classes = self.row.num_classes
-        if self.last.validation_accuracy <= 0 or (classes and near_chance(self.last, classes)):
-            return f"loss {self.last.validation_loss:.4g} ({self.last.epoch:.3g} ep)"
-        return f"{percent(self.last.validation_accuracy)} ({self.last.epoch:.3g} ep)"
+        if self.last is None or self.diverged or (classes and near_chance(self.last, classes)):
+            return None
+        return self.last.validation_accuracy
 
     @property
     def to_target(self) -> str:
@@ -156,7 +166,7 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
     if metric == "utilisation_percent":
         return None if r.utilisation is None else 100 * r.utilisation
     if metric == "accuracy_percent":
-        return None if f.last is None else 100 * f.last.validation_accuracy
+        return None if f.accuracy is None else 100 * f.accuracy
     if metric == "speedup_over_single":
         single = by_cell.get(replace(f.row.cell, strategy="single", gpus=1))
         return single.step_s / f.step_s if single is not None and single.step_s and f.step_s else None
@@ -190,9 +200,8 @@ def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
             name = f"here: {f.row.cell.strategy}"
             if f.epoch_s and other.epoch_s and not f.row.oversubscribed:
                 times.setdefault(name, []).append((f.epoch_s, other.epoch_s))
-            if f.last is not None and other.last is not None:
-                accuracies = 100 * f.last.validation_accuracy, 100 * other.last.validation_accuracy
-                hits.setdefault(name, []).append(accuracies)
+            if f.accuracy is not None and other.accuracy is not None:
+                hits.setdefault(name, []).append((100 * f.accuracy, 100 * other.accuracy))
     return [
         f"{name} against {_SYNCHRONOUS}: "
         + ", ".join(
@@ -259,7 +268,7 @@ def plain(f: Figures) -> tuple[object, ...]:
         r and r.state_memory_bytes, r and r.reserved_memory_bytes, f.communication_share,
         r and r.predicted_communication_s, r and r.predicted_bubble_s, r and r.energy_j, r and r.clock_mhz,
         " ".join(r.throttled) if r is not None else None, last and last.epoch, last and last.train_loss,
-        last and last.validation_loss, last and last.validation_accuracy, last and last.seconds,
+        last and last.validation_loss, f.accuracy, last and last.seconds,
         f.target and f.target.epoch, f.target and f.target.seconds, f.cost_per_epoch, f.cost_of_run, f.cost_to_target,
         "; ".join(f"{p.metric}={p.value:g}" for p, _ in f.published), f.row.created,
     )  # fmt: skip

@@ -3,6 +3,7 @@ then the merged table and published numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -120,7 +121,7 @@ def _throughput(rows: list[Figures]) -> Chart:
     )  # fmt: skip
 
 
-def _points(rows: list[Figures]) -> tuple[Row, ...]:
+def _points(rows: Iterable[Figures]) -> tuple[Row, ...]:
     return tuple(
         (f"{_panel(f)}, {ranks(f.row.cell.gpus)}", f.row.cell.strategy, a.epoch, a.seconds, a.train_loss,
          a.validation_loss, a.validation_accuracy)
@@ -134,8 +135,10 @@ _LEARNING = ("panel", "strategy", "epoch", "seconds", "train_loss", "validation_
 def _learning(rows: list[Figures]) -> tuple[Chart, Chart, Chart]:
     """Validation accuracy over epochs and over the time of training, and the loss over epochs."""
     over_epochs = Chart(
-        name="accuracy", title="Validation accuracy over epochs", columns=_LEARNING, rows=_points(rows),
-        caption="The same data, order and seed for every strategy.", draw=drawing.accuracy,
+        name="accuracy", title="Validation accuracy over epochs", columns=_LEARNING,
+        rows=_points(f for f in rows if f.accuracy is not None),
+        caption="The same data, order and seed for every strategy. Runs that end near the accuracy of guessing are not "
+        "shown.", draw=drawing.accuracy,
     )  # fmt: skip
     over_time = replace(
         over_epochs, name="accuracy_time", title="Validation accuracy over training time",
@@ -144,7 +147,9 @@ def _learning(rows: list[Figures]) -> tuple[Chart, Chart, Chart]:
     )  # fmt: skip
     loss = replace(
         over_epochs, name="loss", title="Validation loss over epochs", draw=drawing.loss,
-        caption="The loss shows learning while accuracy is still near that of guessing.",
+        rows=_points(f for f in rows if not f.diverged),
+        caption="The loss shows learning while accuracy is still near that of guessing. Runs that diverged are not "
+        "shown.",
     )  # fmt: skip
     return over_epochs, over_time, loss
 

@@ -88,7 +88,8 @@ def prepare(
             epoch = newest.manifest.position // len(train)
             log.recall(epoch)
             log.checkpoint = str(newest.path)
-            finished = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
+            is_done = epoch >= settings.epochs
+            finished = f"; all {epoch} epochs are done; --epochs {epoch + 1} trains on" if is_done else ""
             notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){finished}"]
         write_plan(plan, out)
         stored_settings.keep(settings, out)

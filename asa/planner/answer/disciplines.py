@@ -15,7 +15,7 @@ from asa.cost.step import StepCost
 from asa.errors import AsaError, InfeasibleError, UsageError
 from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Baseline, Plan
-from asa.ir.units import GIB
+from asa.ir.units import binary
 from asa.planner.answer.prediction import memory_of
 from asa.planner.pipeline.whole import row
 from asa.planner.space import consistency
@@ -105,7 +105,7 @@ def _remembering(plan: Plan, prices: Prices) -> Plan:
     free = space.capacity(plan.num_processes)
     if price.peak.total > free:
         raise InfeasibleError(
-            f"{plan.consistency} needs {price.peak.total / GIB:.3g} GiB on a rank, and {free / GIB:.3g} GiB can be "
+            f"{plan.consistency} needs {binary(price.peak.total)} on a rank, and {binary(free)} can be "
             "used; take a smaller --global-batch, more devices, or a discipline that holds fewer copies of the weights"
         )
     memory = memory_of(price, space.cluster, [len(s.ranks) for s in plan.stages])

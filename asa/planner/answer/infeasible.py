@@ -12,7 +12,7 @@ from asa.cost.memory.peak import needed, usable
 from asa.cost.planned import Price
 from asa.errors import InfeasibleError
 from asa.ir.codec import noun
-from asa.ir.units import GIB, MOST_SAMPLES
+from asa.ir.units import GIB, MOST_SAMPLES, binary
 from asa.planner import clock
 from asa.planner.pipeline.staged import Skeleton, StagedSpace
 from asa.planner.space import baselines
@@ -109,16 +109,16 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     if total <= reserved:
         advice = f"; try {' or '.join(options)}" if options else ""
         return InfeasibleError(
-            f"no plan fits: the context of the device and the allocator take {reserved / GIB:.3g} GiB without any "
-            f"model; devices have {total / GIB:.3g} GiB{advice}"
+            f"no plan fits: the context of the device and the allocator take {binary(reserved)} without any "
+            f"model; devices have {binary(total)}{advice}"
         )
-    deduction = f" (less {reserved / GIB:.2f} GiB for the context and the allocator)" if reserved > 0 else ""
+    deduction = f" (less {binary(reserved)} for the context and the allocator)" if reserved > 0 else ""
     advice = f"; try {' or '.join(options)}" if options else "; the model is too large for any device"
     return InfeasibleError(
-        f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
-        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the plan "
+        f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {binary(peak.total)} in its "
+        f"backward ({binary(peak.state)} state, {binary(peak.activations)} activations) in the plan "
         f"that needs least memory on up to {request.gpus} devices, {_in_words(smallest.candidate)}; devices have "
-        f"{total / GIB:.3g} GiB{deduction}{advice}"
+        f"{binary(total)}{deduction}{advice}"
     )
 
 
@@ -150,7 +150,7 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
 
 def _memory_option(memory: float) -> list[str]:
     """The option that sets ``memory`` bytes as the limit; none where no device has so much."""
-    return [f"--memory {memory / GIB:.3g}"] if memory <= MOST_MEMORY else []
+    return [f"--memory {memory / GIB:.3g}GiB"] if memory <= MOST_MEMORY else []
 
 
 def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:

@@ -12,7 +12,7 @@ from asa.cost.planned import Price
 from asa.ir.codec import noun
 from asa.ir.consistency import parse
 from asa.ir.plan import TOO_SLOW
-from asa.ir.units import GIB
+from asa.ir.units import GIB, binary
 from asa.planner import clock
 from asa.planner.pipeline.practice import practice
 from asa.planner.pipeline.uniform import Uniform
@@ -117,8 +117,8 @@ def row(name: str, prices: Prices) -> StrategyRow:
     assert chosen is not None
     price, free = prices.of(chosen), prices.capacity(chosen)
     fits = prices.fits(chosen)
-    rest = f" of {free / GIB:.3g} GiB" if free > 0 else ", and the context of the device leaves nothing of its memory"
-    why = "" if fits else f"{price.peak.total / GIB:.3g} GiB{rest}"
+    rest = f" of {binary(free)}" if free > 0 else ", and the context of the device leaves nothing of its memory"
+    why = "" if fits else f"{binary(price.peak.total)}{rest}"
     return StrategyRow(name=name, candidate=chosen, price=price, fits=fits, why_not=why)
 
 

@@ -18,7 +18,7 @@ from asa.ir.codec import noun
 from asa.ir.consistency import is_discipline, parse
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile
-from asa.ir.units import GIB
+from asa.ir.units import binary
 from asa.planner.answer.prediction import noise
 from asa.planner.pipeline.whole import row
 from asa.planner.search import search
@@ -221,7 +221,7 @@ def why_not(
         return Difference(other=other, plan_s=price.cost.total_s, why_not=reason)
     rival_price = prices.of(rival)
     fits = prices.fits(rival)
-    lacking = f"{rival_price.peak.total / GIB:.3g} GiB of {max(0.0, prices.capacity(rival)) / GIB:.3g} GiB"
+    lacking = f"{binary(rival_price.peak.total)} of {binary(max(0.0, prices.capacity(rival)))}"
     return Difference(
         other=other,
         plan_s=price.cost.total_s,
