@@ -348,6 +348,8 @@ class Halved(Net):
 
 
 def _mean_of_halves(net: Any, opt: Any, batches: Any) -> State:
+    x, y = next(iter(batches))
+    assert asa.check(lambda: CE(net(x).float(), y)).exact
     return epochs(net, opt, batches, lambda net, x, y: CE(net(x).float(), y))
 
 

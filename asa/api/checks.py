@@ -14,7 +14,7 @@ from asa.api.comparison import Comparison
 from asa.api.distributed_model import distributed_models
 from asa.api.losses import search_graph
 from asa.api.tape import Watched
-from asa.api.trial import Trial, sentences
+from asa.api.trial import Trial, rounding_of, sentences
 from asa.errors import UsageError
 
 
@@ -79,7 +79,7 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
     difference = Comparison(model.rank_context.votes, tape, loss, model.mean_weight).difference(list(received))
     if difference.unknown:
         return Check(False, f"not known: {difference.unknown}")
-    lines = sentences(difference, loss.dtype)
+    lines = sentences(difference, loss.dtype, rounding_of(tape.outputs))
     if not lines and difference.doubt:
         return Check(False, f"not known: {difference.doubt}")
     if not lines:

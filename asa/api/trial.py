@@ -6,7 +6,7 @@ import itertools
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -212,8 +212,7 @@ class Trial:
             compared = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
             if repeated:
                 compared = replace(compared, unknown="", doubt="")
-            types = [o.dtype for o in tape.outputs if o.is_floating_point()]
-            if self._report(compared, loss.dtype, model, max((torch.finfo(t).eps for t in types), default=0.0)):
+            if self._report(compared, loss.dtype, model, rounding_of(tape.outputs)):
                 self._reported_forms.add(forms)
         self._stop_if_finished()
 
@@ -354,6 +353,11 @@ def _look_for_hooks(model: DistributedModelBase) -> bool:
 def tolerance(dtype: torch.dtype) -> float:
     """Relative distance up to which two gradients of type ``dtype`` count as equal."""
     return _TOLERANCES.get(dtype, 5e-2)
+
+
+def rounding_of(outputs: Iterable[Tensor]) -> float:
+    """Largest relative distance of neighbouring numbers of the types of ``outputs``; 0 if there are none."""
+    return max((torch.finfo(o.dtype).eps for o in outputs if o.is_floating_point()), default=0.0)
 
 
 def sentences(difference: Difference, dtype: torch.dtype, rounding: float = 0.0) -> list[str]:
