@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from functools import cache
 from typing import Any
 
@@ -171,7 +172,11 @@ def _silent(world: World) -> Measurements:
 def test_slow_links_are_named_and_the_way_back_is_found_by_a_probe() -> None:
     world = _world(2, _slowness(2, links=64.0))
     _, events = _run(world)
-    assert _lines(events)[0].startswith("the links of level loopback take 64 times as long as predicted")
+    line = _lines(events)[0]
+    assert line.startswith("the links of level loopback take 64 times as long as predicted")
+    measured, expected = map(float, re.findall(r"([\d.e+-]+) s ", line))
+    assert "of transfers a step" in line
+    assert measured / expected == pytest.approx(64, rel=0.05)
     (_, _, target), *_ = world.moves
     assert len(target.processes) == 1, "one rank sends nothing"
     assert _back(world)
@@ -192,6 +197,7 @@ def test_links_that_no_single_transfer_tells_of_are_named_by_what_they_add_to_a_
     words = _lines(events)[0].split()
     assert words[:6] == ["the", "links", "of", "level", "loopback", "take"]
     assert float(words[6]) == pytest.approx(64, rel=0.15)
+    assert "s of exposed communication a step, " in _lines(events)[0]
     assert len(world.moves[0][2].processes) == 1
     assert _back(world)
 

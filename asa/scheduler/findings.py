@@ -82,6 +82,20 @@ def _times(log: float) -> str:
     return "as long as predicted" if abs(log) <= LIKE else f"{math.exp(log):.3g} times as long as predicted"
 
 
+def _transfers(measured: Measurements, expected: Expected, level: int) -> str:
+    """Seconds of the transfers of a level in a step, or of exposed communication if none was timed, and what was
+    expected; empty if neither is known."""
+    timed = [m for t in measured.links if t.level == level and (m := expected.message(t)) is not None]
+    if timed:
+        steps = measured.step_time.n
+        seconds, of = sum(m.n * m.seconds for m in timed) / steps, sum(m.n * m.expected_s for m in timed) / steps
+        return f"{seconds:.3g} s of transfers a step, {of:.3g} s expected"
+    if measured.communication_s is None:
+        return ""
+    exposed_s = max(0.0, expected.step_s - max(expected.own_s))
+    return f"{measured.communication_s:.3g} s of exposed communication a step, {exposed_s:.3g} s expected"
+
+
 def _other_processes(measured: Measurements, processes: Sequence[int]) -> str:
     """Text saying that other processes used the cores of all ranks for a part of the time; empty if they did not."""
     shares = [measured.per_rank[p].stolen_share or 0.0 for p in processes if p < len(measured.per_rank)]
@@ -267,6 +281,7 @@ class Findings:
             findings.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))
         for i, log in enumerate(now.levels):
             if levels[i] and by_rank and not everything and max(log, self.reported.levels[i]) > LIKE:
-                line = f"the links of level {self.cluster.levels[i].name} take {_times(log)} ({figures})"
+                line = f"the links of level {self.cluster.levels[i].name} take {_times(log)} "
+                line += f"({_transfers(measured, expected, i) or figures})"
                 findings.append(Finding(cause="link", where=i, factor=math.exp(log), line=line, ended=abs(log) <= LIKE))
         return findings
