@@ -171,7 +171,7 @@ def test_memory_below_a_device_s_context_is_said_to_be_that(capsys):
     said = refused(
         capsys, 4, "plan", "--strategies", "ddp", "--gpus", "2", "--cluster", "a100-nvlink-8", "--memory", "0.5"
     )
-    assert "GiB, and the context of the device leaves nothing of its memory" in said
+    assert "272 MiB, and the context of the device leaves nothing of its memory" in said
     assert "try --memory " in said
 
 
