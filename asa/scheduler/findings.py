@@ -232,7 +232,7 @@ class Findings:
         unplanned = now.distance(replace(self.planned, sharing=now.sharing)) > like and not denied
         lasts = self.lasting.holds("planned", differs=unplanned, steps=steps, seconds=seconds, borne_out=False)
         if common or any(ranks) or any(levels) or lasts:
-            self.planned = now if by_rank else replace(now, levels=self.planned.levels)
+            self.planned = now
         self.reported = replace(
             self.reported,
             common=now.common if common else self.reported.common,
