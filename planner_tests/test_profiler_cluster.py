@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -17,7 +16,7 @@ from asa.ir.codec import dumps, loads
 from asa.ir.traffic import COLLECTIVE_OPS
 from asa.ir.units import MIB
 from asa.launch import run_ranks
-from asa.profiler import interference, waiting
+from asa.profiler import collectives, interference, rounds, waiting
 from asa.profiler.clock import HostClock
 from asa.profiler.collectives import measure_tables, message_within, operation
 from asa.profiler.interconnect import measure_cluster
@@ -147,25 +146,44 @@ def test_the_slowest_rank_counts_and_all_repeat_equally_often():
         assert seconds > 0
 
 
-def _over_slow_links(rank: int) -> tuple[list[int], dict[str, int]]:
-    """What is sent over links of 30 MB/s: messages that fit into some times, and the longest of every table."""
-    group, device, clock = dist.new_group([0, 1]), torch.device("cpu"), HostClock()
-    real = {name: getattr(direct, name) for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")}
+class _Told(HostClock):
+    """A clock that moves only when it is told to. The module ``time`` reads the same in the code under test."""
 
-    def slow(name: str) -> Callable[..., object]:
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def mark(self) -> int:
+        return round(self.now_s * 1e9)
+
+    def takes(self, seconds: float, work: Callable[..., object]) -> Callable[..., object]:
+        """``work``, for ``seconds`` on this clock. 0 stands for what its longest message takes at 30 MB/s."""
+
         def sent(*tensors: torch.Tensor, **options: Any) -> object:
-            time.sleep(4 * max(t.numel() for t in tensors) / 3e7)
-            return real[name](*tensors, **options)
+            self.now_s += seconds or 4 * max(t.numel() for t in tensors) / 3e7
+            return work(*tensors, **options)
 
         return sent
 
-    for name in real:
-        setattr(direct, name, slow(name))
-    within = [message_within(1 << 24, group, device, clock, seconds=s) for s in (0.02, 1 / 3, 1e-9)]
-    tables = measure_tables(
-        group, device, clock, sizes=[4**k for k in range(6, 12)], slice_s=1.0, source="a test", report=lambda *_: None,
-        between=lambda: time.sleep(1 / 6),
-    )  # fmt: skip
+
+def _over_slow_links(rank: int) -> tuple[list[int], dict[str, int]]:
+    """What is sent over links of 30 MB/s: messages that fit into some times, and the longest of every table."""
+    group, device, clock = dist.new_group([0, 1]), torch.device("cpu"), _Told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "time", clock)
+        patch.setattr(collectives, "time", clock)
+        for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            patch.setattr(direct, name, clock.takes(0, getattr(direct, name)))
+        for name, module in (("broadcast", direct), ("all_to_all_single", dist), ("send", dist)):
+            patch.setattr(module, name, clock.takes(0.015, getattr(module, name)))
+        if rank:
+            clock.now_s += 5.0  # clocks of two machines differ
+        within = [message_within(1 << 24, group, device, clock, seconds=s) for s in (0.02, 1 / 3, 1e-9)]
+        tables = measure_tables(
+            group, device, clock, sizes=[4**k for k in range(6, 12)], slice_s=1.0, source="a test",
+            report=lambda *_: None, between=lambda: clock.takes(1 / 6, lambda: None)(),
+        )  # fmt: skip
     return within, {t.op: t.points[-1][0] for t in tables}
 
 
