@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import inspect
 import re
 from collections.abc import Iterator
@@ -83,3 +84,18 @@ def test_the_stand_in_takes_what_pynvml_hands_it() -> None:
 
 TORCH = {"nvmlInit", "nvmlInit_v2", "nvmlDeviceGetComputeRunningProcesses"}
 """What torch asks the library for under names that pynvml does not use."""
+
+STRUCTURES = {"memory": "c_nvmlMemory_t", "rates": "c_nvmlUtilization_t", "process": "c_nvmlProcessInfo_v2_t"}
+"""The structures of the stand-in, and those of pynvml that it fills."""
+
+
+def test_structures_of_the_stand_in_are_laid_out_as_pynvml_reads_them() -> None:
+    declared = re.findall(r"^struct (\w+) \{ (.*) \};$", STAND_IN.read_text(), re.M)
+    assert {name for name, _ in declared} == STRUCTURES.keys()
+    for name, fields in declared:
+        types = [
+            getattr(ctypes, "c_" + {"unsigned int": "uint", "unsigned long long": "ulonglong"}[kind])
+            for kind, names in re.findall(r"(unsigned (?:int|long long)) ([\w, ]+);", fields)
+            for _ in names.split(",")
+        ]
+        assert types == [kind for _, kind, *_ in getattr(pynvml, STRUCTURES[name])._fields_], name
