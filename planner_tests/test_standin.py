@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "asa/executor/measuring/emulation.py: profile.device.type == 'cuda'": "an emulated GPU sleeps: tests of emulation",
     "asa/executor/model/parallel.py: samples.device.type == 'cpu'": _HOST,
     "asa/executor/running/recovery.py: job.device_type == 'cpu'": "the kernel kills for the host's memory alone",
+    "asa/launch/devices.py: line return 0": "a process without torch and without files of a driver: test_cli",
     _WITHOUT_NCCL: "a torch with CUDA has NCCL where the stand-in can be built",
     "asa/planner/decide.py: plan.device_type == 'cuda'": _THINKS,
     "asa/planner/space/consistency.py: cluster.device.type != 'cpu'": _THINKS,
@@ -42,7 +43,7 @@ def _run(log: Path, *names: str) -> tuple[set[str], str]:
         pytest.skip(str(missing))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "planner_tests.standin.scenarios", str(log), *names],
-        capture_output=True, text=True, timeout=2400, cwd=sites.ROOT.parent,
+        capture_output=True, text=True, timeout=5400, cwd=sites.ROOT.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     failed = {name: error for name, error in json.loads(done.stdout.splitlines()[-1]).items() if error}
@@ -63,7 +64,7 @@ def test_every_excused_place_is_there() -> None:
 
 
 @pytest.mark.standin
-@pytest.mark.timeout(2700)
+@pytest.mark.timeout(5700)
 def test_every_place_that_asks_for_cuda_is_reached(tmp_path: Path) -> None:
     (reached, failed), known = _run(tmp_path / "sites"), sites.sites()
     missed = [s for s in known if s not in reached and sites.named(s) not in EXCEPTIONS]

@@ -95,6 +95,10 @@ def says_what_disturbed_a_measurement(folder: Path) -> None:
 
 @scenario
 def refuses_what_the_devices_cannot(folder: Path) -> None:
+    import pytest
+
+    from asa.errors import UnavailableError
+    from asa.profiler.machine import choose_device
     from planner_tests.forked import asa
 
     model = ("cnn", "--input", "1x8x8", "--classes", "10", "--global-batch", "16", "--device", "cuda")
@@ -109,6 +113,8 @@ def refuses_what_the_devices_cannot(folder: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     said = asa("profile", *model, cwd=folder, code=5).stderr
     assert "no CUDA device is usable here" in said, said
+    with pytest.raises(UnavailableError, match="no CUDA device is usable here"):
+        choose_device("cuda")
 
 
 @scenario
@@ -190,37 +196,13 @@ def foresees_studies_and_seals(folder: Path) -> None:
     small = ["--input", "1x8x8", "--classes", "10", "--global-batch", "16"]
     asa("cluster", "measure", "--gpus", "2", "--device", "cuda", "--time-limit", "1s", "-o", "c.json", cwd=folder)
     asa("plan", "cnn", *small, "--gpus", "2", "--cluster", "c.json", "--verify", "2", "--budget", "8s", cwd=folder)
-    grid = [
-        "--data",
-        "digits",
-        "--strategies",
-        "ddp,ps_sync",
-        "--epochs",
-        "1",
-        "--device",
-        "cuda",
-        "--cluster",
-        "c.json",
-        "--out",
-        "out",
-        "--budget",
-        "60s",
-    ]
-    asa("bench", "--study", "grid", "--models", "cnn", *small, "--gpus", "2", *grid, cwd=folder)
-    late = [
-        "--staleness",
-        "--steps",
-        "4",
-        "--seeds",
-        "1",
-        "--staleness-limit",
-        "10s",
-        "--time-limit",
-        "1s",
-        "--max-tensor-degree",
-        "1",
-    ]
-    asa("profile", "cnn", *small, "--device", "cuda", *late, cwd=folder)
+    grid = ("--data", "digits", "--epochs", "1", "--device", "cuda", "--cluster", "c.json", "--budget", "60s")
+    for strategies in ("ddp,ps_sync", "asa,ddp"):  # what waits differently is trained one after the other
+        out = ("--strategies", strategies, "--out", strategies)
+        asa("bench", "--study", "grid", "--models", "cnn", *small, "--gpus", "2", *grid, *out, cwd=folder)
+    late = ("--staleness", "--steps", "4", "--seeds", "1", "--staleness-limit", "10s")
+    short = ("--time-limit", "1s", "--max-tensor-degree", "1")
+    asa("profile", "cnn", *small, "--device", "cuda", *late, *short, cwd=folder)
 
 
 @scenario
