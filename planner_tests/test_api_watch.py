@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import asa
 from asa.executor.training.clock import StepClock, StepTimes
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
+from asa.report.story import said
 from planner_tests.hand_plans import hand_plan, uniform
 
 STEPS, BATCH = 60, 8
@@ -73,6 +75,38 @@ def _train(rank: int, plan: Plan, slow_from: int | None, observe: bool) -> str:
         return sys.stderr.getvalue()
     finally:
         sys.stderr = heard
+
+
+def _told(rank: int) -> tuple[str, list[dict[str, Any]]]:
+    """What a job writes to standard error while its steps take longer than predicted, and the events of that."""
+    heard, sys.stderr = sys.stderr, StringIO()
+    clocked, events = Clocked(None), list[dict[str, Any]]()
+    try:
+        StepClock.collect = lambda clock: clocked.collect(clock)  # type: ignore[method-assign]
+        net = _model()
+        data = TensorDataset(torch.randn(STEPS * BATCH, 3, 2, 2), torch.zeros(STEPS * BATCH, dtype=torch.long))
+        job = asa.Job(
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.0),
+            DataLoader(data, batch_size=BATCH),
+            nn.functional.cross_entropy,
+            cache=None,
+            time_limit_s=2,
+            on_event=events.append,
+        )
+        job.run(2)
+        job.close()
+        return sys.stderr.getvalue(), events
+    finally:
+        sys.stderr = heard
+
+
+def test_a_job_says_what_it_finds_and_decides() -> None:
+    (told, events), (silent, others) = run_ranks(2, _told, threads=1, timeout_s=60)
+    assert (silent, others) == ("", [])
+    lines = [f"asa: {said(e)}" for e in events if e["event"] in ("finding", "replan")]
+    assert any(line.startswith("asa: slow: ") for line in lines), told
+    assert [line for line in told.splitlines() if line in lines] == lines
 
 
 @pytest.mark.parametrize(("slow_from", "observe"), [(12, True), (None, True), (12, False)])

@@ -146,7 +146,8 @@ class Job:
             scheduler: one or several learning rate schedulers of ``optimizer``. The job steps them after every epoch or
                 every update (``scheduler_every``) and stores them in its checkpoints.
             seed: seed of the order of samples (another order in each epoch) and of dropout.
-            on_event: called on rank 0 with the events that ``asa train`` writes to its log.
+            on_event: called on rank 0 with the events that ``asa train`` writes to its log. Findings and changes of plan
+                are also written to standard error, one line each.
             model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
 
         Raises:
@@ -311,6 +312,10 @@ class Job:
             votes.once(partial(begin, self._log, self._executor.plan, settings, context, self.step, self.epoch, resume))
 
     def _announce(self, event: dict[str, Any]) -> None:
+        from asa.report.story import said  # not before there is something to say
+
+        if (line := said(event)) is not None:
+            say(self._context, line)
         if self._log is not None:
             self._log(known(event))
         if self._on_event is not None:

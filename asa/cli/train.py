@@ -215,9 +215,9 @@ def print_event(
 ) -> None:
     """Print one event of a run for people: epoch lines to stdout, the rest to stderr. ``trained`` False: emulated.
     ``metric``: name of the figure of validation."""
-    from asa.report.story import PREFIX, kind_of
+    from asa.report.story import said
     from asa.report.tables import folded
-    from asa.report.training import epoch_line, replan_line
+    from asa.report.training import epoch_line
     from asa.report.units import ranks
 
     match event["event"]:
@@ -234,11 +234,9 @@ def print_event(
             )
             console.line(epoch_line(record, trained=trained, metric=metric))
         case "note" | "lost" | "returned":
-            console.say(f"asa: {event['message']}")
-        case "finding":
-            console.line(folded(f"  {PREFIX[kind_of(event)]}{event['line']}"))
-        case "replan":
-            console.line(folded(f"  {replan_line(event)}"))
+            console.say(f"asa: {said(event)}")
+        case "finding" | "replan":
+            console.line(folded(f"  {said(event)}"))
         case _:
             pass
 

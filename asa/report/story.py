@@ -37,6 +37,19 @@ def kind_of(finding: Mapping[str, Any]) -> str:
     return "quick" if everywhere and 0 < float(finding.get("factor", 1)) < 1 else "finding"
 
 
+def said(event: Mapping[str, Any]) -> str | None:
+    """The line about an event of a run that people are told: a finding, a decision or a note. None for others."""
+    match event["event"]:
+        case "finding":
+            return f"{PREFIX[kind_of(event)]}{event['line']}"
+        case "replan":
+            return replan_line(event)
+        case "note" | "lost" | "returned":
+            return str(event["message"])
+        case _:
+            return None
+
+
 @noun
 class Happening:
     """An event after ``step`` steps, described in ``line``: a finding (``finding``, ``quick`` if all is faster than
