@@ -146,8 +146,8 @@ class Job:
             scheduler: one or several learning rate schedulers of ``optimizer``. The job steps them after every epoch or
                 every update (``scheduler_every``) and stores them in its checkpoints.
             seed: seed of the order of samples (another order in each epoch) and of dropout.
-            on_event: called on rank 0 with the events that ``asa train`` writes to its log. Findings and changes of plan
-                are also written to standard error, one line each.
+            on_event: called on rank 0 with the events that ``asa train`` writes to its log. Findings and changes of
+                plan are also written to standard error, one line each.
             model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
 
         Raises:
