@@ -38,11 +38,28 @@ def place(tmp_path, monkeypatch) -> Path:
         (("plan", "nowhere.json", "--verify", "1"), "--verify: 1 is below 2, the fewest that can be compared"),
         (("train", "--seed", "99999999999"), "above 4294967295"),
         (("cluster", "measure", "--gpus", MANY), "asked for 1000000000 ranks"),
-        (("bench", "--device", "cpu", "--gpus", MANY), "asked for 1000000000 ranks"),
+        (("bench", "--models", "cnn", "--device", "cpu", "--gpus", MANY), "asked for 1000000000 ranks"),
     ],
 )
 def test_impossible_numbers_are_usage_errors(argv, words, capsys):
     assert words in refused(capsys, 2, *argv)
+
+
+def test_a_comparison_without_a_model_takes_that_of_the_newest_profile(capsys, monkeypatch):
+    compared: list[tuple[str, ...]] = []
+    monkeypatch.setattr("asa.cli.bench_setup.check", lambda args, *_: compared.append(args.models))
+    monkeypatch.setattr("asa.cli.bench._compare", lambda *_: None)
+    monkeypatch.setattr("asa.cli.options.check_model", lambda *_: None)
+    assert entry.run(("bench", "--device", "cpu", "--gpus", "1")) == 0
+    assert "asa: --models: tiny, that of the newest profile profiles/tiny.json" in capsys.readouterr().err
+    Path("profiles/tiny.json").rename("source.json")
+    assert entry.run(("bench", "--device", "cpu", "--gpus", "1")) == 0
+    assert compared == [("tiny",), ("resnet50",)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_device_that_is_full_is_named(capsys):
+    assert "/dev/full: No space left on device" in refused(capsys, 5, "plan", "tiny", "--gpus", "2", "-o", "/dev/full")
 
 
 @pytest.mark.parametrize(

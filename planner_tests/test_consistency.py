@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn import functional as F
 
 import asa
 from asa.api.planned import _widened
@@ -26,7 +29,7 @@ from asa.executor.consistency.server import Server, lower_momentum
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import on_one_device
 from asa.executor.measuring.model_copies import ModelCopies
-from asa.executor.training.optimizer import doubt_about
+from asa.executor.training.optimizer import build_optimizer, doubt_about
 from asa.ir import codec
 from asa.ir.consistency import NAMES, PARAMETERS, parse
 from asa.ir.plan import Plan
@@ -71,6 +74,29 @@ def test_disciplines_that_promise_data_parallelism_keep_it_and_the_others_do_not
         assert not parse(name).exact("sgd")
         assert any((w - ddp[k]).abs().max() > 1e-6 for k, w in by[name].items()), name
     assert all(torch.equal(w, by["ps_sync"][k]) for k, w in by["ps_bounded:window=0:max_age=0"].items())
+
+
+def _local_sgd_of_torch(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights after four steps of ``plan`` by asa, and by torch's own optimizer of local SGD."""
+    found, samples, steps = _weights(rank, [plan]), 16, 4
+    assert plan.consistency is not None
+    model = build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0).double()
+    inner = build_optimizer(plan.optimizer, list(model.parameters()), lr=equivalence.LEARNING_RATE[plan.optimizer])
+    period = plan.consistency.period  # torch's first average is after the step behind the warm-up
+    optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=period, warmup_steps=period - 1))
+    for step in range(steps):
+        x, y = equivalence._batch(plan, samples, step, torch.float64)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.chunk(2)[rank]), y.chunk(2)[rank]).backward()
+        optimizer.step()
+    return (found[0] if rank == 0 else {}), dict(model.state_dict())
+
+
+def test_local_sgd_trains_as_the_optimizer_that_torch_has_for_it():
+    ours, of_torch = run_ranks(2, _local_sgd_of_torch, under("local_sgd:period=2"), threads=1, timeout_s=60)[0]
+    assert set(ours) == set(of_torch)
+    for name, weights in of_torch.items():
+        torch.testing.assert_close(ours[name], weights, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def _served(text: str, workers: int = 3, *, momentum: float = 0.0, batch: int = 12) -> Server:

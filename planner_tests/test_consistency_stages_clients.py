@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from asa.executor.consistency.federated import clients
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.model_copies import ModelCopies
 from asa.executor.running import prepare
+from asa.executor.running.run import train
 from asa.executor.training.optimizer import build_optimizer
 from asa.ir.consistency import bearable_one_late, parse
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
+from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.zoo.models import build
 
@@ -76,6 +79,19 @@ def test_a_pipeline_that_is_not_drained_is_one_update_late_exactly(stages, micro
     for name, weights in wanted.items():
         torch.testing.assert_close(found[name], weights.detach(), rtol=1e-10, atol=1e-12, msg=name)
     assert any((found[n] - w).abs().max() > 1e-6 for n, w in plain.items())
+
+
+def _memory(plan: Plan, out: Path) -> list[int]:
+    """Measured bytes of active memory of each rank."""
+    result = train(plan, training.settings(out, epochs=1, steps_per_epoch=8), strategies=offered(), adapt=adapt)
+    return result["summary"]["memory_bytes_per_rank"]["measured"]
+
+
+def test_a_pipeline_holds_no_less_memory_if_it_is_not_drained(tmp_path):
+    late = _pipedream(2, 2)
+    drained = replace(late, consistency=None, strategy="1f1b", schedule="1f1b")
+    for held, plain in zip(_memory(late, tmp_path / "late"), _memory(drained, tmp_path / "drained"), strict=True):
+        assert held >= plain
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])

@@ -8,6 +8,7 @@ import fake_strategies
 import nouns
 import pytest
 
+from asa.cost.planned import price_plan
 from asa.errors import InfeasibleError, UsageError
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.consistency import NAMES, parse
@@ -17,6 +18,7 @@ from asa.planner.answer.consistency import EVEN, UNEVEN, Consistency, compare
 from asa.report import consistency as report
 from asa.report import staleness_figures
 from asa.report.tables import plain as text
+from asa.schedules import schedules
 
 FULL = fake_strategies.FULL
 SERVED = parse("ps_async").momentum_at(0.9, 4)
@@ -272,6 +274,19 @@ def test_a_plan_counts_what_its_discipline_holds(name: str, lasting: tuple[float
         passes, exchange = plain + held * size, (2 + held + exchanged) * size  # weights and momentum
         assert memory == pytest.approx(max(passes, exchange), rel=0.02), (name, held)
         assert memory >= max(passes, exchange) - 2
+
+
+def test_two_batches_are_in_flight_in_a_pipeline_that_is_not_drained() -> None:
+    """With 3 stages and 2 microbatches, the first stage holds 3 of them, and 2 if the pipeline is drained."""
+    profile, cluster, strategies = nouns.profile(), box(), replace(FULL, schedules=schedules())
+    request = Request(gpus=3, global_batch=12, strategies=("1f1b",), microbatches=2)
+    drained = plan(profile, cluster, strategies, request)[0]
+    late = replace(drained, consistency=parse("pipedream"))
+    activations = [
+        [s.peak.activations for s in price_plan(p, profile, cluster, strategies).stages] for p in (drained, late)
+    ]
+    ratios = [after / before for before, after in zip(*activations, strict=True)]
+    assert ratios == pytest.approx([3 / 2, 1, 1])
 
 
 def test_a_discipline_that_needs_more_than_there_is_is_refused_in_a_line() -> None:

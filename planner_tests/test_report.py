@@ -97,6 +97,13 @@ def test_strategies_that_do_not_fit_are_named_and_explained_when_asked():
     assert "certificate: optimal" in whole
 
 
+def test_what_only_runs_on_request_is_not_said_not_to_fit():
+    made = nouns.plan()
+    asked = replace(made.baselines[0], name="ps_sync", fits=False, why_not="not chosen: it runs where it is asked for")
+    text = tables.plain(plan.render(replace(made, baselines=(asked,)), verbose=True), width=200)
+    assert re.search(r"^ps_sync .*iB  not chosen: it runs where", text, re.MULTILINE)
+
+
 def test_strategies_that_break_the_pins_are_not_called_too_large():
     made = nouns.plan()
     fits = replace(made.baselines[0], name="ddp", fits=True, why_not="", step_time_s=1.0)

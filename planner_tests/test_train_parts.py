@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -403,16 +404,48 @@ def test_a_plan_for_another_model_says_where_they_part() -> None:
         _check(other, found, offered())
 
 
-def test_memory_is_measured_in_the_first_warm_step_on_a_whole_batch(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_memory_is_measured_from_the_first_warm_step_on_a_whole_batch(tmp_path: Path, monkeypatch, count) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(observe, "active_peak", lambda worker, step: (step(), ran.append("measured"), 7)[-1])
-    worker = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+
+    @contextlib.contextmanager
+    def recorded(worker):
+        ran.append("begin")
+        yield lambda: 7
+        ran.append("end")
+
+    monkeypatch.setattr(observe, "peak_recorded", recorded)
+    worker = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cpu")), conduct=SimpleNamespace(recorded_steps=count)
+    )
     observer = observe.Observer(None, tmp_path, 0)  # type: ignore[arg-type]
-    whole = (True, True, False, True, True)  # the third step, in which memory is measured, has the rest of an epoch
+    whole = (True, True, False, True, True, True)  # the third step, at which records begin, has the rest of an epoch
     disturbed = [
         observer.run(worker, number, lambda: ran.append("step"), full=full)  # type: ignore[arg-type]
         for number, full in enumerate(whole)
     ]
-    assert disturbed == [False, False, False, True, False]
-    assert ran == [*4 * ["step"], "measured", "step"]
+    assert disturbed == [*3 * [False], *count * [True], *(3 - count) * [False]]
+    assert ran == [*3 * ["step"], "begin", *count * ["step"], "end", *(3 - count) * ["step"]]
     assert observer.peak_bytes == 7
+
+
+def test_memory_of_several_steps_is_recorded_anew_if_an_epoch_ends_before(tmp_path: Path, monkeypatch) -> None:
+    ended: list[int] = []
+
+    @contextlib.contextmanager
+    def recorded(worker):
+        yield lambda: 7
+        ended.append(1)
+
+    monkeypatch.setattr(observe, "peak_recorded", recorded)
+    worker = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cpu")), conduct=SimpleNamespace(recorded_steps=4)
+    )
+    observer = observe.Observer(None, tmp_path, 0)  # type: ignore[arg-type]
+    for number in range(5):
+        observer.run(worker, number, lambda: None, full=True)  # type: ignore[arg-type]
+    observer.finish()
+    assert (ended, observer.peak_bytes) == ([1], None)
+    for number in range(5, 9):
+        observer.run(worker, number, lambda: None, full=True)  # type: ignore[arg-type]
+    assert (ended, observer.peak_bytes) == ([1, 1], 7)

@@ -32,6 +32,10 @@ def run(args: Arguments, console: Console) -> None:
         study.run(args, console)
         return
     one_of_each(args)
+    if not (args.given("models") or args.check_sealed) and (known := places.own_profiles(console)):
+        path, profile = known[0]
+        args.replace(models=(profile.model_spec,))
+        console.say(f"asa: --models: {profile.model_spec}, that of the newest profile {path}")
     if args.check_sealed:
         from asa.cli import sealed
 
@@ -133,7 +137,7 @@ VERBS = (
         options=(
             Option(
                 name="models",
-                help="models to train (default: resnet50)",
+                help="models to train (default: that of the newest profile, otherwise resnet50)",
                 parse=o.names,
                 default=("resnet50",),
                 metavar="A,B",

@@ -75,6 +75,11 @@ def profiles(console: Console) -> list[tuple[Path, Profile]]:
     return sorted(readable, key=lambda item: item[1].provenance.created, reverse=True)
 
 
+def own_profiles(console: Console) -> list[tuple[Path, Profile]]:
+    """:func:`profiles` without those that are shipped with the package."""
+    return [(path, profile) for path, profile in profiles(console) if SHIPPED not in path.parents]
+
+
 def staleness_path(profile: Path, optimizer: str, workers: int) -> Path:
     """Path of the staleness curves for a profile's model, beside the profile.
 

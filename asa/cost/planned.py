@@ -175,23 +175,24 @@ def price(
 def disciplined(
     discipline: Discipline, price: Price, pricers: Sequence[Pricer], ways: Sequence[Way], profile: Profile, ranks: int
 ) -> Price:
-    """``price`` with the memory that ``discipline`` takes on ``ranks`` ranks. Whole replicas reduce no gradients in
-    buckets: each has the peak of one rank alone. Peaks of a stage end with those of servers on ranks of their own."""
-    stages, replicas = list[StagePrice](), discipline.groups is None and discipline.waiting != "pipelined"
+    """``price`` with the memory that ``discipline`` takes on ``ranks`` ranks. Whole replicas and stages of one device
+    have no buckets. Two batches are in flight in a pipeline that is not drained. Peaks of a stage end with those of
+    servers on ranks of their own."""
+    stages, among = list[StagePrice](), ranks // len(price.stages)
     largest = max(c.largest_parameter_bytes for c in profile.graph.components)
-    for stage, pricer in zip(price.stages, pricers, strict=True):
+    for depth, stage, pricer in zip(range(len(pricers), 0, -1), price.stages, pricers, strict=True):
         some, m = ways[stage.start : stage.start + len(stage.components)], pricer.num_microbatches
         size = sum(pricer.states.state_cost(i, w).memory.parameters for i, w in enumerate(some, stage.start))
         plain = list(stage.peaks or (stage.peak,) * pricer.width)
-        if replicas:
-            workers = discipline.workers(ranks)
+        if discipline.groups is None:
+            workers, count = min(among, discipline.workers(ranks)), m * min(2, len(pricers))
             alone = Pricer(
                 profile, pricer.times, pricer.cluster, pricer.strategies, width=1, optimizer=pricer.optimizer,
-                global_batch=largest_shard(pricer.microbatch, workers) * m, num_microbatches=m,
+                global_batch=largest_shard(pricer.microbatch, workers) * count, num_microbatches=count,
             )  # fmt: skip
             one = replace(some[0], layout=Layout(width=1, data=1, tensor=1), data=replace(some[0].data, degree=1))
-            peak = price_stage(alone, 0, (one,) * len(some), pricer.cluster.overlap).peak
-            plain = [peak] * workers + [Peak(**dict.fromkeys(vars(peak), 0))] * (ranks - workers)
+            peak = price_stage(alone, stage.start, (one,) * len(some), pricer.cluster.overlap, min(depth, count)).peak
+            plain = [peak] * workers + [Peak(**dict.fromkeys(vars(peak), 0))] * (among - workers)
         words, most = OPTIMIZER_WORDS[pricer.optimizer], largest / (size or 1.0)
         held = (discipline.held(rank, ranks, words, most) for rank in range(len(plain)))
         peaks = [under(p, size, h, size * (m == 1 and p.total > 0)) for p, h in zip(plain, held, strict=True)]

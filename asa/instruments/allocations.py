@@ -24,6 +24,9 @@ class Event:
     size: int
 
 
+Recorded = tuple[list[Event], dict[str, int]]
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context that keeps Kineto from printing a message on its first use."""
@@ -36,13 +39,25 @@ def quiet() -> Iterator[None]:
             os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
-def record(work: Callable[[], object], device: torch.device, marks: str = "") -> tuple[list[Event], dict[str, int]]:
-    """Run ``work``; return the allocations on ``device`` in order of time, and the start (in nanoseconds) of every
-    ``record_function`` range whose name begins with ``marks``."""
+@contextmanager
+def recording(device: torch.device, marks: str = "") -> Iterator[Callable[[], Recorded]]:
+    """Context that records allocations. The function that it yields returns, after the context has ended, the
+    allocations on ``device`` in order of time, and the start (in nanoseconds) of every ``record_function`` range whose
+    name begins with ``marks``."""
     # Torch leaves out releases on a GPU that happen outside every range, such as those of Python's own variables.
-    with quiet(), profile(profile_memory=True) as recording, record_function("asa.record"):
+    with quiet(), profile(profile_memory=True) as profiled, record_function("asa.record"):
+        yield lambda: _read(profiled, device, marks)
+
+
+def record(work: Callable[[], object], device: torch.device, marks: str = "") -> Recorded:
+    """Run ``work``; return what :func:`recording` reads."""
+    with recording(device, marks) as read:
         work()
-    results = recording.kineto_results
+    return read()
+
+
+def _read(profiled: profile, device: torch.device, marks: str) -> Recorded:
+    results = profiled.kineto_results
     assert results is not None
     events: list[Event] = []
     times: dict[str, int] = {}

@@ -205,6 +205,8 @@ def replacing(path: Path) -> Iterator[Path]:
     if reader is not None or (is_special(path) and not path.is_fifo()):
         try:
             yield path
+        except OSError as error:
+            raise _naming(error, path) from error
         finally:
             if reader is not None:
                 os.close(reader)
@@ -217,12 +219,17 @@ def replacing(path: Path) -> Iterator[Path]:
         yield Path(name)
         os.chmod(name, 0o644)
         os.replace(name, target)
-    except OSError as error:  # the error of a full disk names no file
+    except OSError as error:
         Path(name).unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        raise _naming(error, path) from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _naming(error: OSError, path: Path) -> OSError:
+    """``error`` with ``path`` as its file: the error of a full disk names none."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def _pipe_with_reader(path: Path) -> int | None:

@@ -29,7 +29,10 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 p.first { font-size: 1.1rem; } p.soft, figcaption, caption { color: var(--soft); font-size: .9rem; }
 nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1rem; } a { color: inherit; }
-.wide { overflow-x: auto; } .wide:focus { outline: 2px solid var(--accent); outline-offset: 2px; }
+.wide, .paper { overflow-x: auto; --cover: var(--paper);  /* a shadow at the right while something is hidden there */
+  background: linear-gradient(to left, var(--cover) 40%, transparent) right / 3rem 100% no-repeat local,
+              linear-gradient(to left, #8889, transparent) right / 1rem 100% no-repeat scroll var(--cover); }
+.wide:focus { outline: 2px solid var(--accent); outline-offset: 2px; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; margin-bottom: 1rem; }
 caption { text-align: left; padding-bottom: .3rem; }
 caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 2.4rem); }
@@ -37,8 +40,8 @@ th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align:
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
 tr.asa > * { font-weight: 600; color: var(--accent); }
 tr.missing > * { color: var(--soft); }
-figure { margin: 1.4rem 0; } .paper { background: #fff; border-radius: 6px; padding: .6rem; overflow-x: auto; }
-figure svg { width: 100%; height: auto; display: block; } figcaption { margin-top: .4rem; }
+figure { margin: 1.4rem 0; } .paper { --cover: #fff; border-radius: 6px; padding: .6rem; }
+figure svg { width: 100%; height: auto; display: block; mix-blend-mode: multiply; } figcaption { margin-top: .4rem; }
 ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
 @media print { body { max-width: none; margin: 0; } nav { display: none; } figure, table { break-inside: avoid; } }
 """

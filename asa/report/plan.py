@@ -151,7 +151,8 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
             size(b.memory_bytes_max),
         ]
         if verbose:
-            cells.append("yes" if b.fits else f"no: {b.why_not}" if b.why_not else "no")
+            is_request = b.why_not.startswith("not chosen")
+            cells.append("yes" if b.fits else b.why_not if is_request else f"no: {b.why_not}" if b.why_not else "no")
         result.add_row(*cells, style="bold" if this_plan in equals else "" if b.fits else "dim")
     folded = [] if verbose else _folded(plan, len(rows) - len(shown))
     return [result, *_legend([b.name for equals in shown for b in equals]), *folded]

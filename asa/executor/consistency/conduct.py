@@ -43,6 +43,8 @@ class Conduct(ABC):
     """When running statistics are averaged over workers."""
     takes_part = True
     """Whether this worker computes the next step; :meth:`step` is called in any case."""
+    recorded_steps = 1
+    """Number of steps that are recorded to know a step's memory."""
     has_own_samples = False
     """Whether this worker takes samples other than its rows of the global batch."""
 

@@ -48,6 +48,9 @@ class _Batch:
 class UndrainedPipeline(Conduct):
     """Implements ``pipedream``."""
 
+    recorded_steps = 2 * _VERSIONS
+    """After two steps, all batches in flight were begun in the record; after two more, it has seen them end."""
+
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer) -> None:
         super().__init__(discipline, model, optimizer)
         plan = model.plan
@@ -123,6 +126,8 @@ class UndrainedPipeline(Conduct):
                 if action.direction == "forward":
                     batch.step.forward(action.microbatch)
                     continue
+                if batch.pending_backwards == len(batch.step.rows):  # gradients of the last batch make room
+                    self.optimizer.zero_grad()
                 batch.pending_backwards -= 1
                 batch.step.backward(action.microbatch, last=not batch.pending_backwards)
                 if not batch.pending_backwards:

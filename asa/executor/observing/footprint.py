@@ -3,18 +3,35 @@ state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from asa.executor.model.offload import updated_in
 from asa.executor.training.worker import Worker
-from asa.instruments.allocations import bytes_of, completed, peak, record
+from asa.instruments.allocations import bytes_of, completed, peak, recording
 from asa.sharding.parts import local
 
 
 def active_peak(worker: Worker, step: Callable[[], object]) -> int:
-    """Peak of active memory in bytes while ``step`` trains ``worker`` for one step, lasting state included.
+    """Peak of active memory in bytes while ``step`` trains ``worker`` for one step, lasting state included. If batches
+    are in flight between steps, ``step`` is called several times."""
+    with peak_recorded(worker) as read:
+        for _ in range(recorded_steps(worker)):
+            step()
+    return read()
+
+
+def recorded_steps(worker: Worker) -> int:
+    """Number of steps over which the peak of ``worker`` is recorded."""
+    return 1 if worker.conduct is None else worker.conduct.recorded_steps
+
+
+@contextmanager
+def peak_recorded(worker: Worker) -> Iterator[Callable[[], int]]:
+    """Context for :func:`recorded_steps` steps of ``worker``. The function that it yields returns, after the context
+    has ended, the peak of active memory in bytes, lasting state included.
 
     On CUDA it comes from the allocator's statistics; on a CPU, from the tensors that outlive a step and the recorded
     allocations. Those of threads that answer other ranks are not recorded; the most bytes that they held are added.
@@ -23,17 +40,21 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        step()
-        return int(torch.cuda.max_memory_allocated(device))
+        yield lambda: int(torch.cuda.max_memory_allocated(device))
+        return
     conduct = worker.conduct
     held = [] if conduct is None else conduct.held()
     # A bucket is not used again while other references to it exist, so none is kept here.
     base = bytes_of(map(local, (*_lasting(worker), *held)))
     model.zero_grad()
-    events, _ = record(step, device)
-    gradients = (local(p.grad) for p in (*model.parameters(), *held) if p.grad is not None)
-    own = peak(completed(events, {g.untyped_storage().data_ptr() for g in gradients}))
-    return base + own + (0 if conduct is None else conduct.answering_bytes())
+
+    def read_peak() -> int:
+        gradients = (local(p.grad) for p in (*model.parameters(), *held) if p.grad is not None)
+        own = peak(completed(read()[0], {g.untyped_storage().data_ptr() for g in gradients}))
+        return base + own + (0 if conduct is None else conduct.answering_bytes())
+
+    with recording(device) as read:
+        yield read_peak
 
 
 def state_bytes(worker: Worker) -> int:
