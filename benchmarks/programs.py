@@ -1,6 +1,6 @@
 """A table of training programs under every kind of plan, against one process: right, warned, refused, or wrong.
 
-    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,zero1,job] [-o FILE]
+    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,zero1,job,auto,torch]
 
 The programs are those of ``benchmarks/program_table``, in float64. Each trains in this process and, under a plan, on
 two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
@@ -10,6 +10,9 @@ programs, and are started anew where one of them broke or hung.
 ``unchecked``: others, and a line said that the loss, or something in it, was not checked, and why.
 ``refused``: an error of ``asa``'s on every rank before the first update. ``silent``: others without a word.
 ``broken``: any other error, or an error behind the first update. ``hung``: no answer in time.
+
+The plan ``torch`` is no plan of ``asa``'s: it is torch's own data parallelism, each rank with its rows of every batch.
+What it gets right and ``asa`` refuses is counted in the end, as are lines told to programs that are right.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import io
 import json
 import os
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -33,6 +37,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 import asa
 from asa.api import process_counts
@@ -105,7 +111,7 @@ class Watched:
 
 BY_HAND = (
     "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
-    "copies", "varied",
+    "copies", "varied", "fresh",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
@@ -137,6 +143,8 @@ def by_hand(program: Program, how: str) -> Plan | None:
 
 def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, Tensor]:
     """The weights that a rank has in the end."""
+    if how == "torch":
+        return trained_by_torch(program)
     usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
     seeded()
     ours = program.kind in BY_HAND and how in _LAYOUTS and "example_input" not in program.options
@@ -162,6 +170,50 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
     finally:
         seconds["updates"] = float(net.in_step.updates - before)
         net.close()
+
+
+class ByHand(DistributedDataParallel):
+    """Torch's own wrapper; names of the model are found, as a user writes ``net.module``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        """Of the model."""
+        return self.module.state_dict(*args, **more)
+
+
+class Share:
+    """A loader of which this rank has every second row, as ``DistributedSampler`` gives them."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = dist.get_rank()
+        for batch in self._batches:
+            rows = next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
+            yield tree_map(
+                lambda t, n=rows: t[rank::2] if isinstance(t, Tensor) and t.dim() and len(t) == n else t, batch
+            )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def trained_by_torch(program: Program) -> dict[str, Tensor]:
+    """The same by torch's own data parallelism on this rank's rows of every batch."""
+    seeded()
+    net, opt, batches = program.make()
+    wrapped = ByHand(net)
+    more = program.loop(wrapped, opt, Share(batches))
+    return {**net.state_dict(), **(more or {})}
 
 
 def trained_by_job(program: Program, usual: dict[str, Any], seconds: dict[str, float]) -> dict[str, Tensor]:
@@ -326,7 +378,20 @@ def main() -> None:
             print(f"{found['verdict']:8} {name} under {how}: {word[:330]}", flush=True)
 
     run(tasks, keep)
-    print(dict(Counter(found["verdict"] for each in record.values() for found in each.values())))
+    ours = [(n, how, found) for n, each in record.items() for how, found in each.items() if how != "torch"]
+    print(dict(Counter(found["verdict"] for *_, found in ours)))
+    by_torch = {n for n, each in record.items() if each.get("torch", {}).get("verdict") == "right"}
+    for n, how, found in ours:
+        if n in by_torch and found["verdict"] in ("refused", "broken", "hung"):
+            print(f"not done, and right by torch: {n} under {how}: {found['why'][:150]}")
+    told = Counter(
+        re.sub(r"[0-9]+", "#", s)[:70] for *_, found in ours if found["verdict"] == "right" for s in found["said"]
+    )
+    print(
+        "right, and told something:",
+        sum(bool(f["said"]) for *_, f in ours if f["verdict"] == "right"),
+        told.most_common(9),
+    )
 
 
 if __name__ == "__main__":
