@@ -74,11 +74,11 @@ def seeded() -> None:
     numpy.random.seed(0)
 
 
-def alone(program: Program) -> dict[str, Tensor]:
-    """The weights that one process trains without ``asa``."""
+def alone(program: Program, how: str = "") -> dict[str, Tensor]:
+    """The weights that one process trains without ``asa``; under ``torch``, on the batches that are shared there."""
     seeded()
     net, opt, batches = program.make()
-    more = program.loop(net, opt, batches)
+    more = program.loop(net, opt, Share(batches, 0, 1) if how == "torch" else batches)
     return {**net.state_dict(), **(more or {})}
 
 
@@ -187,18 +187,20 @@ class ByHand(DistributedDataParallel):
 
 
 class Share:
-    """A loader of which this rank has every second row, as ``DistributedSampler`` gives them."""
+    """A loader of whose batches a rank has every ``ranks``-th row, as ``DistributedSampler`` gives them. Batches that
+    cannot be shared evenly are left out: a mean of means is no mean there, whoever shares them."""
 
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, rank: int, ranks: int) -> None:
+        self._batches, self._rank, self._ranks = batches, rank, ranks
 
     def __iter__(self) -> Iterator[Any]:
-        rank = dist.get_rank()
         for batch in self._batches:
-            rows = next((t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
-            yield tree_map(
-                lambda t, n=rows: t[rank::2] if isinstance(t, Tensor) and t.dim() and len(t) == n else t, batch
-            )
+            rows = next((len(t) for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
+            if rows % 2 == 0:
+                yield tree_map(lambda t, n=rows: self._mine(t, n), batch)
+
+    def _mine(self, leaf: Any, rows: int) -> Any:
+        return leaf[self._rank :: self._ranks] if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) else leaf
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -211,8 +213,8 @@ def trained_by_torch(program: Program) -> dict[str, Tensor]:
     """The same by torch's own data parallelism on this rank's rows of every batch."""
     seeded()
     net, opt, batches = program.make()
-    wrapped = ByHand(net)
-    more = program.loop(wrapped, opt, Share(batches))
+    wrapped = ByHand(net, find_unused_parameters=True)
+    more = program.loop(wrapped, opt, Share(batches, dist.get_rank(), 2))
     return {**net.state_dict(), **(more or {})}
 
 
@@ -267,13 +269,13 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
     }
 
 
-def rank_runs(rank: int, tasks: list[Task], wanted: dict[str, dict[str, Tensor]]) -> None:
+def rank_runs(rank: int, tasks: list[Task], wanted: dict[Task, dict[str, Tensor]]) -> None:
     """Run ``tasks`` one after another and tell the parent of each, until ranks disagree about how one ended."""
     process_counts._own_files = list  # files of the table have the words of all its programs
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     for i, (name, how) in enumerate(tasks):
         tell({"begun": [name, how]})
-        found = judged(table()[name], how, wanted[name])
+        found = judged(table()[name], how, wanted[name, "torch" if how == "torch" else ""])
         tell({"task": [name, how], **found})
         kind = found.get("verdict", "done")
         store.set(f"{i}/{rank}", kind)
@@ -308,12 +310,12 @@ def run(tasks: list[Task], keep: Any) -> None:
     """Run all ``tasks``; ``keep(name, how, verdict)`` as they end."""
     programs = table()
     while tasks:
-        some, wanted = tasks[:24], {}
-        for name in dict.fromkeys(n for n, _ in some):
+        some, wanted = tasks[:24], dict[Task, dict[str, Tensor]]()
+        for name, kind in dict.fromkeys((n, "torch" if how == "torch" else "") for n, how in some):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    wanted[name] = alone(programs[name])
+                    wanted[name, kind] = alone(programs[name], kind)
                 except Exception as error:
                     raise RuntimeError(f"{name} does not train in one process") from error
         answers: dict[Task, list[dict[str, Any]]] = {}

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from asa.errors import UsageError
 from asa.sharding.of_rank import followed
 from asa.sharding.split.wire import Split, averaged, gathered, whole
+from asa.sharding.whole_views import run_whole
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,13 @@ _WHY = {
 }
 
 
+class NeedsWholeError(UsageError):
+    """A function cannot be computed from parts."""
+
+
 def refuse(name: str, split: Split) -> NoReturn:
     """Raise the error that ``name`` cannot be computed from parts."""
-    raise UsageError(
+    raise NeedsWholeError(
         _WHY.get(name)
         or f"{name} needs a whole tensor, and each of {split.axis.size} ranks holds a part of this one: sums, means, "
         "norms and elementwise functions are available; otherwise use model.state_dict(), or plan with "
@@ -109,14 +114,28 @@ class TensorPart(Tensor):
         parts = parts_in((*args, *kwargs.values()))
         out = kwargs.get("out")
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in parts)
+        if handler is None and not learns and not name.startswith("setting ") and name not in _WHY:
+            return followed(name, args, lambda: _on_whole(func, name, args, kwargs), kwargs)
         if handler is None or ("out" in kwargs and (learns or not isinstance(out, Tensor) or name not in _WITH_OUT)):
             refuse(name, parts[0].parted)
         if out is not None:
             return out.copy_(func(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
-        return followed(name, args, lambda: handler(Call(func, name, tuple(args), kwargs)), kwargs)
+        may = not learns and not name.startswith("_foreach")  # which may have changed some
+
+        def run() -> Any:
+            try:
+                return handler(Call(func, name, tuple(args), kwargs))
+            except NeedsWholeError:
+                if not may:
+                    raise
+                return _on_whole(func, name, args, kwargs)
+
+        return followed(name, args, run, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if str(func) == "aten.detach.default" and not torch.is_grad_enabled():  # torch.tensor(p)
+            return whole(args[0].held, args[0].parted)
         refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].parted)
 
     @property
@@ -190,7 +209,7 @@ class TensorPart(Tensor):
         self.register_hook(hook)
 
     def __iter__(self) -> Iterator[Any]:
-        refuse("a loop over its rows", self.parted)
+        return (self[i] for i in range(len(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
         part = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.parted)
@@ -240,7 +259,7 @@ def matched(value: Any, to: TensorPart) -> Any:
     right = to.dim() - split.dim  # the sharded dimension, counted from the last
     if isinstance(value, TensorPart):
         if value.dim() - value.parted.dim != right or not value.parted.alike(split):
-            raise UsageError("two tensors that ranks hold in different parts cannot be combined")
+            raise NeedsWholeError("two tensors that ranks hold in different parts cannot be combined")
         return value.held
     if not isinstance(value, Tensor):
         return value
@@ -270,6 +289,15 @@ def beside_whole(name: str, value: Any) -> Any:
             "p.detach(), or torch.no_grad()"
         )
     return whole(value.held, value.parted)
+
+
+def _put(part: TensorPart, full: Tensor) -> None:
+    part.held.copy_(matched(full, part))
+
+
+def _on_whole(func: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
+    """``func`` of the whole tensors (collective)."""
+    return run_whole(func, name, args, options, TensorPart, lambda p: whole(p.held.detach(), p.parted), _put)
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:
