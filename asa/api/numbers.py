@@ -150,7 +150,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _learns(args: Any, options: dict[str, Any]) -> bool:
     leaves = pytree.tree_leaves((args, options)) if torch.is_grad_enabled() else ()
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _memory(tensor: DTensor) -> int:
