@@ -185,6 +185,10 @@ class ByHand(DistributedDataParallel):
         """Of the model."""
         return self.module.state_dict(*args, **more)
 
+    def load_state_dict(self, *args: Any, **more: Any) -> Any:
+        """Into the model."""
+        return self.module.load_state_dict(*args, **more)
+
 
 class Share:
     """A loader of whose batches a rank has every ``ranks``-th row, as ``DistributedSampler`` gives them. Batches that

@@ -18,16 +18,18 @@ from asa.sharding.whole_views import run_whole
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
 _MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy")
-_VIEWING = frozenset(
-    "__getitem__ select narrow chunk split tensor_split hsplit vsplit dsplit unbind diagonal view view_as reshape "
-    "reshape_as flatten ravel unflatten t transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze expand "
-    "expand_as unfold as_strided".split()
-)
+_VIEWING = {
+    "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
+    "diagonal", "view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten", "t", "transpose",
+    "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "expand", "expand_as", "unfold",
+    "as_strided",
+}  # fmt: skip
 """Functions whose results have the memory of their argument on one device: what is written there changes it."""
-_BY_PLACE = frozenset(
-    "__setitem__ index_copy_ index_fill_ index_add_ index_put_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ put_ "
-    "masked_scatter_ fill_diagonal_ tril_ triu_ renorm_ cumsum_ cumprod_ conv1d conv2d conv3d".split()
-)
+_BY_PLACE = {
+    "__setitem__", "index_copy_", "index_fill_", "index_add_", "index_put_", "index_reduce_", "scatter_",
+    "scatter_add_", "scatter_reduce_", "put_", "masked_scatter_", "fill_diagonal_", "tril_", "triu_", "renorm_",
+    "cumsum_", "cumprod_", "conv1d", "conv2d", "conv3d",
+}  # fmt: skip
 """Functions that torch computes of shards as if each were a tensor of its own, or of a copy."""
 _READING = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 

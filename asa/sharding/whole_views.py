@@ -40,8 +40,9 @@ class Gathered:
             self._put(self.source, self.full)
 
     def view(self, leaf: Any) -> Any:
-        """``leaf``, as a view whose changes reach the parts if it has the memory of ``full``."""
-        if type(leaf) is not Tensor or leaf.is_meta or leaf.layout is not torch.strided:
+        """``leaf``, as a view whose changes reach the parts if it has the memory of ``full``. One with gradients cannot
+        be changed."""
+        if self.full.requires_grad or type(leaf) is not Tensor or leaf.is_meta or leaf.layout is not torch.strided:
             return leaf
         if leaf.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr() or not leaf.numel():
             return leaf

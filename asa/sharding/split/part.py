@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
-from asa.sharding.of_rank import followed
-from asa.sharding.split.wire import Split, averaged, gathered, whole
+from asa.sharding.of_rank import followed, writes
+from asa.sharding.split.wire import Split, averaged, gathered, whole, whole_with_gradient
 from asa.sharding.whole_views import run_whole
 
 
@@ -52,6 +52,12 @@ _PLAIN = {
 
 _WITH_OUT = {"lerp", "add", "sub", "mul", "div", "addcmul", "addcdiv", "where", "maximum", "minimum", "sign", "clamp"}
 """Functions whose result can be copied to ``out``."""
+
+_WITHOUT_GRADIENTS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__format__", "argmax", "argmin", "argsort",
+    "nonzero", "argwhere", "bincount", "searchsorted", "bucketize", "isin", "histc", "matrix_rank",
+}  # fmt: skip
+"""Functions whose results have no gradients on one device either."""
 
 _WHY = {
     "grad": "torch.autograd.grad does not know parameters that ranks hold in parts: use loss.backward(), and p.grad",
@@ -114,13 +120,19 @@ class TensorPart(Tensor):
         parts = parts_in((*args, *kwargs.values()))
         out = kwargs.get("out")
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in parts)
-        if handler is None and not learns and not name.startswith("setting ") and name not in _WHY:
-            return followed(name, args, lambda: _on_whole(func, name, args, kwargs), kwargs)
+        may = name not in _WHY and not name.startswith(("setting ", "_foreach"))  # a list may have been changed in part
+        if learns and name in _WITHOUT_GRADIENTS:
+            with torch.no_grad():
+                return cls.__torch_function__(func, types, args, kwargs)
+        may = may and not (
+            learns and (any(isinstance(p.held, DTensor) for p in parts) or writes(name) or out is not None)
+        )
+        if handler is None and may:
+            return followed(name, args, lambda: _on_whole(func, name, args, kwargs, learns), kwargs)
         if handler is None or ("out" in kwargs and (learns or not isinstance(out, Tensor) or name not in _WITH_OUT)):
             refuse(name, parts[0].parted)
         if out is not None:
             return out.copy_(func(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
-        may = not learns and not name.startswith("_foreach")  # which may have changed some
 
         def run() -> Any:
             try:
@@ -128,13 +140,13 @@ class TensorPart(Tensor):
             except NeedsWholeError:
                 if not may:
                     raise
-                return _on_whole(func, name, args, kwargs)
+                return _on_whole(func, name, args, kwargs, learns)
 
         return followed(name, args, run, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if str(func) == "aten.detach.default" and not torch.is_grad_enabled():  # torch.tensor(p)
+        if func is torch.ops.aten.detach.default:  # torch.tensor(p)
             return whole(args[0].held, args[0].parted)
         refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].parted)
 
@@ -222,7 +234,7 @@ class TensorPart(Tensor):
         refuse("a copy or pickle", self.parted)
 
     def __format__(self, form: str) -> str:
-        return repr(self) if not form else refuse("__format__", self.parted)
+        return repr(self) if not form else format(self.tolist(), form)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         ranks = self.parted.axis
@@ -295,9 +307,15 @@ def _put(part: TensorPart, full: Tensor) -> None:
     part.held.copy_(matched(full, part))
 
 
-def _on_whole(func: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
+def _on_whole(func: Any, name: str, args: Any, options: dict[str, Any], learns: bool) -> Any:
     """``func`` of the whole tensors (collective)."""
-    return run_whole(func, name, args, options, TensorPart, lambda p: whole(p.held.detach(), p.parted), _put)
+
+    def gather(part: TensorPart) -> Tensor:
+        if learns and part.requires_grad:
+            return whole_with_gradient(part.held, part.parted)
+        return whole(part.held.detach(), part.parted)
+
+    return run_whole(func, name, args, options, TensorPart, gather, _put)
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:
