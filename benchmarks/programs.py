@@ -391,11 +391,11 @@ def main() -> None:
         if n in by_torch and found["verdict"] in ("refused", "broken", "hung"):
             print(f"not done, and right by torch: {n} under {how}: {found['why'][:150]}")
     told = Counter(
-        re.sub(r"[0-9]+", "#", s)[:70] for *_, found in ours if found["verdict"] == "right" for s in found["said"]
+        re.sub(r"[0-9]+", "#", s)[:70] for *_, found in ours if found["verdict"] == "right" for s in found.get("said", ())
     )
     print(
         "right, and told something:",
-        sum(bool(f["said"]) for *_, f in ours if f["verdict"] == "right"),
+        sum(bool(f.get("said")) for *_, f in ours if f["verdict"] == "right"),
         told.most_common(9),
     )
 
