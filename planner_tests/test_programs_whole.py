@@ -45,7 +45,7 @@ def _copies(net: Any, opt: Any, batches: Any) -> State:
         with torch.no_grad():
             for t, p in zip(target.parameters(), net.parameters(), strict=True):
                 t.mul_(0.9).add_(p, alpha=0.1)
-    trained = {f"net.{n}": t for n, t in net.state_dict().items()}
+    trained = {f"net.{n}": t.clone() for n, t in net.state_dict().items()}
     net.load_state_dict(best.state_dict())
     kept = {"target": target, "mean": mean.module, "best": copy.deepcopy(net)}
     return {**trained, **{f"{k}.{n}": t for k, m in kept.items() for n, t in m.state_dict().items()}}

@@ -129,6 +129,11 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return result
     except (RuntimeError, AssertionError) as error:
         failed = error
+    if "Could not resolve the process group" in str(failed):
+        raise UsageError(
+            f"{name} has a tensor in shards that was made before the model began to run whole: make it behind the "
+            "first call of the model, or say with example_input how the model is called"
+        ) from failed
     if "got mixed torch.Tensor and DTensor" in str(failed):
         alike = _of_one_kind(args, options)
         if alike is None:
