@@ -106,7 +106,7 @@ def test_all_ranks_search_by_the_mean_loss() -> None:
 
 def _views(net: Any, opt: Any, batches: Any) -> State:
     """Rows, columns and masks of parameters are written, and whole parameters decide what is kept."""
-    found: list[Tensor] = []
+    found: list[float] = []
     for x, y in batches:
         _step(net, opt, F.cross_entropy(net(x), y))
         with torch.no_grad():
@@ -121,9 +121,9 @@ def _views(net: Any, opt: Any, batches: Any) -> State:
             u, s, v = torch.linalg.svd(w, full_matrices=False)
             w.copy_(u @ torch.diag(s.clamp(max=0.8)) @ v)
             net.head.weight[:, w.abs().sum(1).argsort()[:2]] = 0.1
-            found.append(torch.cat([p.flatten() for p in net.parameters()]).median())
-            found.append(torch.as_tensor(w.detach().numpy().std()))
-    return {**net.state_dict(), "found": torch.stack([f.double() for f in found])}
+            found.append(float(torch.cat([p.flatten() for p in net.parameters()]).median()))
+            found.append(float(w.detach().numpy().std()))
+    return {**net.state_dict(), "found": torch.tensor(found, dtype=torch.float64)}
 
 
 def test_views_of_parameters_are_written() -> None:
