@@ -37,6 +37,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,6 +46,8 @@ from asa.api import process_counts
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
+from asa.sharding.split import TensorPart
+from asa.sharding.split.wire import whole
 from benchmarks.program_table import PLANS, Program, table
 from planner_tests.hand_plans import alternating, hand_plan, uniform
 
@@ -141,6 +144,13 @@ def by_hand(program: Program, how: str) -> Plan | None:
         return None
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """What a program returns, as one device has it, while the ranks that hold parts of it are there."""
+    if isinstance(tensor, TensorPart):
+        return whole(tensor.held.detach(), tensor.parted)
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, Tensor]:
     """The weights that a rank has in the end."""
     if how == "torch":
@@ -166,7 +176,7 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
         more = program.loop(net, opt, batches)
         if batches.first_step is not None:
             seconds["first step"] = batches.first_step - began
-        return {**net.state_dict(), **(more or {})}
+        return {**net.state_dict(), **{n: whole_of(t) for n, t in (more or {}).items()}}
     finally:
         seconds["updates"] = float(net.in_step.updates - before)
         net.close()
@@ -391,7 +401,10 @@ def main() -> None:
         if n in by_torch and found["verdict"] in ("refused", "broken", "hung"):
             print(f"not done, and right by torch: {n} under {how}: {found['why'][:150]}")
     told = Counter(
-        re.sub(r"[0-9]+", "#", s)[:70] for *_, found in ours if found["verdict"] == "right" for s in found.get("said", ())
+        re.sub(r"[0-9]+", "#", s)[:70]
+        for *_, found in ours
+        if found["verdict"] == "right"
+        for s in found.get("said", ())
     )
     print(
         "right, and told something:",
