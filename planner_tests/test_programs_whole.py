@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import asa
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from planner_tests.programs import Named, Program, State, assert_as_alone, classes, epochs, numbers
+from planner_tests.programs import Named, Program, State, assert_as_alone, classes, epochs, heard_of, numbers
 
 
 def _program(loop: Any, **options: Any) -> Program:
@@ -147,3 +147,28 @@ def _members(net: Any, opt: Any, batches: Any) -> State:
 
 def test_members_that_vmap_calls_on_the_batch() -> None:
     assert_as_alone(_program(_members), ["ddp", "tensor"])
+
+
+def _two_views(net: Any, opt: Any, batches: Any) -> State:
+    """Two views of a batch in one matrix, each row to find its other view (SimCLR)."""
+    for x, _ in batches:
+        z = F.normalize(torch.cat([net(x), net(0.9 * x + 0.1)]), dim=1)
+        n = len(z) // 2
+        near = (z @ z.t()).masked_fill(torch.eye(2 * n, dtype=torch.bool), float("-inf"))
+        _step(net, opt, F.cross_entropy(near, torch.cat([torch.arange(n, 2 * n), torch.arange(n)])))
+    return dict(net.state_dict())
+
+
+def _rowwise(net: Any, opt: Any, batches: Any) -> State:
+    """The same two views, each with labels of its own: a mean over samples."""
+    for x, y in batches:
+        z = torch.cat([net(x), net(0.9 * x + 0.1)])
+        _step(net, opt, F.cross_entropy(z, torch.cat([y, y])))
+    return dict(net.state_dict())
+
+
+def test_two_views_in_one_matrix_are_compared_with_the_whole_batch() -> None:
+    cases = [(p := _program(loop), p.plan("ddp")) for loop in (_two_views, _rowwise)]
+    other, same = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert any("not a mean over samples" in line for line in other), other
+    assert not any("not a mean" in line or "not checked" in line for line in same), same
