@@ -72,6 +72,44 @@ def test_a_deep_copy_has_the_modes_and_what_is_frozen() -> None:
         assert "cannot be pickled" in refused
 
 
+class Followed(nn.Module):
+    """A method moves a slow layer, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow, self.moves = nn.Linear(8, 3), nn.Linear(8, 3), 0
+        self.slow.requires_grad_(False)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move the slow layer, faster each time."""
+        self.moves += 1
+        for p, q in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+            p.data = p.data.lerp(q.data, 0.1 * self.moves)
+
+    def answers(self, x: Tensor) -> Tensor:
+        """Of the slow layer."""
+        return self.slow(x).softmax(1)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x) + self.slow(x)  # type: ignore[no-any-return]
+
+
+def _moved(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        with torch.no_grad():
+            soft = net.answers(x)
+        out = net(x)
+        _step(net, opt, F.cross_entropy(out, y) + F.kl_div(out.log_softmax(1), soft, reduction="batchmean"))
+        net.move()
+    return dict(net.state_dict())
+
+
+def test_methods_of_a_model_that_ranks_hold_in_parts() -> None:
+    program = Program(model=Followed, x=numbers(21, 8), y=classes(21, 3), loop=_moved)
+    assert_as_alone(program, ["ddp", "fsdp", "tensor"])
+
+
 def _searched(net: Any, opt: Any, batches: Any) -> State:
     """A line search over each batch, and one over all data, by an optimizer of the loop's own."""
     for x, y in batches:
