@@ -357,8 +357,8 @@ def _extended(parts: list[Tensor], count: int) -> Tensor | None:
 
 
 def _extended_by_views(parts: list[Tensor], count: int, views: int) -> Tensor | None:
-    """As :func:`_extended`, of matrices of ``views`` x ``views`` blocks, one for each pair of views of the batch
-    (``torch.eye(2 * len(x))``); the result is [views * count, views * count]."""
+    """The matrix [views * count, views * count] that extends ``parts``, of ``views`` x ``views`` blocks, each as
+    :func:`_extended` does. There is a block for each pair of views of the batch (``torch.eye(2 * len(x))``)."""
     if any(len(p) % views for p in parts):
         return None
     rows = []
