@@ -72,6 +72,19 @@ def test_a_deep_copy_has_the_modes_and_what_is_frozen() -> None:
         assert "cannot be pickled" in refused
 
 
+def _by_function(_rank: int, program: Program) -> str:
+    net, _, batches = asa.parallelize(*program.made(), plan=program.plan("tensor"))
+    x, _ = next(iter(batches))
+    with pytest.raises(UsageError) as refused:
+        functional_call(net, dict(net.named_parameters()), (x,))
+    return str(refused.value)
+
+
+def test_parts_do_not_run_with_whole_parameters() -> None:
+    for line in run_ranks(2, _by_function, _program(epochs), threads=1, timeout_s=30):
+        assert "functional_call hands the model whole parameters" in line
+
+
 class Followed(nn.Module):
     """A method moves a slow layer, and counts."""
 
