@@ -388,7 +388,9 @@ def main() -> None:
 
     def keep(name: str, how: str, found: dict[str, Any]) -> None:
         record.setdefault(name, {})[how] = found
-        args.o.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        beside = args.o.with_suffix(".new")
+        beside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        beside.replace(args.o)  # a run that is stopped leaves a whole file
         if found["verdict"] != "right":
             word = found.get("why") or f"{found['distance']:.1e} {found['tensor']} {found['said']}"
             print(f"{found['verdict']:8} {name} under {how}: {word[:330]}", flush=True)
