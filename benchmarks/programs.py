@@ -1,6 +1,6 @@
 """A table of training programs under every kind of plan, against one process: right, warned, refused, or wrong.
 
-    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,zero1,job] [-o FILE]
+    python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,zero1,job,auto,torch]
 
 The programs are those of ``benchmarks/program_table``, in float64. Each trains in this process and, under a plan, on
 two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
@@ -10,6 +10,9 @@ programs, and are started anew where one of them broke or hung.
 ``unchecked``: others, and a line said that the loss, or something in it, was not checked, and why.
 ``refused``: an error of ``asa``'s on every rank before the first update. ``silent``: others without a word.
 ``broken``: any other error, or an error behind the first update. ``hung``: no answer in time.
+
+The plan ``torch`` is no plan of ``asa``'s: it is torch's own data parallelism, each rank with its rows of every batch.
+What it gets right and ``asa`` refuses is counted in the end, as are lines told to programs that are right.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import io
 import json
 import os
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -33,12 +37,17 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
 
 import asa
 from asa.api import process_counts
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
+from asa.sharding.split import TensorPart
+from asa.sharding.split.wire import whole
 from benchmarks.program_table import PLANS, Program, table
 from planner_tests.hand_plans import alternating, hand_plan, uniform
 
@@ -68,11 +77,11 @@ def seeded() -> None:
     numpy.random.seed(0)
 
 
-def alone(program: Program) -> dict[str, Tensor]:
-    """The weights that one process trains without ``asa``."""
+def alone(program: Program, how: str = "") -> dict[str, Tensor]:
+    """The weights that one process trains without ``asa``; under ``torch``, on the batches that are shared there."""
     seeded()
     net, opt, batches = program.make()
-    more = program.loop(net, opt, batches)
+    more = program.loop(net, opt, Share(batches, 0, 1) if how == "torch" else batches)
     return {**net.state_dict(), **(more or {})}
 
 
@@ -105,7 +114,7 @@ class Watched:
 
 BY_HAND = (
     "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
-    "copies", "varied",
+    "copies", "varied", "fresh",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
@@ -135,8 +144,17 @@ def by_hand(program: Program, how: str) -> Plan | None:
         return None
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """What a program returns, as one device has it, while the ranks that hold parts of it are there."""
+    if isinstance(tensor, TensorPart):
+        return whole(tensor.held.detach(), tensor.parted)
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, Tensor]:
     """The weights that a rank has in the end."""
+    if how == "torch":
+        return trained_by_torch(program)
     usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
     seeded()
     ours = program.kind in BY_HAND and how in _LAYOUTS and "example_input" not in program.options
@@ -158,10 +176,60 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
         more = program.loop(net, opt, batches)
         if batches.first_step is not None:
             seconds["first step"] = batches.first_step - began
-        return {**net.state_dict(), **(more or {})}
+        return {**net.state_dict(), **{n: whole_of(t) for n, t in (more or {}).items()}}
     finally:
         seconds["updates"] = float(net.in_step.updates - before)
         net.close()
+
+
+class ByHand(DistributedDataParallel):
+    """Torch's own wrapper; names of the model are found, as a user writes ``net.module``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def state_dict(self, *args: Any, **more: Any) -> Any:
+        """Of the model."""
+        return self.module.state_dict(*args, **more)
+
+    def load_state_dict(self, *args: Any, **more: Any) -> Any:
+        """Into the model."""
+        return self.module.load_state_dict(*args, **more)
+
+
+class Share:
+    """A loader of whose batches a rank has every ``ranks``-th row, as ``DistributedSampler`` gives them. Batches that
+    cannot be shared evenly are left out: a mean of means is no mean there, whoever shares them."""
+
+    def __init__(self, batches: Any, rank: int, ranks: int) -> None:
+        self._batches, self._rank, self._ranks = batches, rank, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            rows = next((len(t) for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
+            if rows % 2 == 0:
+                yield tree_map(lambda t, n=rows: self._mine(t, n), batch)
+
+    def _mine(self, leaf: Any, rows: int) -> Any:
+        return leaf[self._rank :: self._ranks] if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) else leaf
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def trained_by_torch(program: Program) -> dict[str, Tensor]:
+    """The same by torch's own data parallelism on this rank's rows of every batch."""
+    seeded()
+    net, opt, batches = program.make()
+    wrapped = ByHand(net, find_unused_parameters=True)
+    more = program.loop(wrapped, opt, Share(batches, dist.get_rank(), 2))
+    return {**net.state_dict(), **(more or {})}
 
 
 def trained_by_job(program: Program, usual: dict[str, Any], seconds: dict[str, float]) -> dict[str, Tensor]:
@@ -215,13 +283,13 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
     }
 
 
-def rank_runs(rank: int, tasks: list[Task], wanted: dict[str, dict[str, Tensor]]) -> None:
+def rank_runs(rank: int, tasks: list[Task], wanted: dict[Task, dict[str, Tensor]]) -> None:
     """Run ``tasks`` one after another and tell the parent of each, until ranks disagree about how one ended."""
     process_counts._own_files = list  # files of the table have the words of all its programs
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     for i, (name, how) in enumerate(tasks):
         tell({"begun": [name, how]})
-        found = judged(table()[name], how, wanted[name])
+        found = judged(table()[name], how, wanted[name, "torch" if how == "torch" else ""])
         tell({"task": [name, how], **found})
         kind = found.get("verdict", "done")
         store.set(f"{i}/{rank}", kind)
@@ -256,12 +324,12 @@ def run(tasks: list[Task], keep: Any) -> None:
     """Run all ``tasks``; ``keep(name, how, verdict)`` as they end."""
     programs = table()
     while tasks:
-        some, wanted = tasks[:24], {}
-        for name in dict.fromkeys(n for n, _ in some):
+        some, wanted = tasks[:24], dict[Task, dict[str, Tensor]]()
+        for name, kind in dict.fromkeys((n, "torch" if how == "torch" else "") for n, how in some):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    wanted[name] = alone(programs[name])
+                    wanted[name, kind] = alone(programs[name], kind)
                 except Exception as error:
                     raise RuntimeError(f"{name} does not train in one process") from error
         answers: dict[Task, list[dict[str, Any]]] = {}
@@ -320,13 +388,31 @@ def main() -> None:
 
     def keep(name: str, how: str, found: dict[str, Any]) -> None:
         record.setdefault(name, {})[how] = found
-        args.o.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        beside = args.o.with_suffix(".new")
+        beside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        beside.replace(args.o)  # a run that is stopped leaves a whole file
         if found["verdict"] != "right":
             word = found.get("why") or f"{found['distance']:.1e} {found['tensor']} {found['said']}"
             print(f"{found['verdict']:8} {name} under {how}: {word[:330]}", flush=True)
 
     run(tasks, keep)
-    print(dict(Counter(found["verdict"] for each in record.values() for found in each.values())))
+    ours = [(n, how, found) for n, each in record.items() for how, found in each.items() if how != "torch"]
+    print(dict(Counter(found["verdict"] for *_, found in ours)))
+    by_torch = {n for n, each in record.items() if each.get("torch", {}).get("verdict") == "right"}
+    for n, how, found in ours:
+        if n in by_torch and found["verdict"] in ("refused", "broken", "hung"):
+            print(f"not done, and right by torch: {n} under {how}: {found['why'][:150]}")
+    told = Counter(
+        re.sub(r"[0-9]+", "#", s)[:70]
+        for *_, found in ours
+        if found["verdict"] == "right"
+        for s in found.get("said", ())
+    )
+    print(
+        "right, and told something:",
+        sum(bool(f.get("said")) for *_, f in ours if f["verdict"] == "right"),
+        told.most_common(9),
+    )
 
 
 if __name__ == "__main__":

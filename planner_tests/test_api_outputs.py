@@ -127,7 +127,7 @@ def test_labels_have_a_row_for_every_sample() -> None:
 
 
 def test_what_no_rank_can_do_is_refused() -> None:
-    with pytest.raises(UsageError, match="LBFGS"):
+    with pytest.raises(UsageError, match="LBFGS"):  # of a Job
         check_shared(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
     with pytest.raises(UsageError, match="run it on one batch first"):
         shaped(nn.Sequential(nn.LazyLinear(3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -147,40 +148,83 @@ def test_changes_in_place_are_those_of_the_whole() -> None:
                 torch.testing.assert_close(found[what, name], wanted, equal_nan=True, msg=f"{what}, {name}")
 
 
+BY_WHOLE: dict[str, Callable[[Any], Tensor]] = {
+    "cat": lambda p: torch.cat([p.flatten(), p.flatten()]).norm(),
+    "stack": lambda p: torch.stack([p, torch.ones(p.shape, dtype=p.dtype)]).prod(0).sum() ** 2,
+    "vector": lambda p: nn.utils.parameters_to_vector([p.detach()]).norm() * p.sum(),
+    "matmul": lambda p: (torch.ones(6).double() @ p.flatten(1)).norm(),
+    "linear": lambda p: F.linear(torch.ones(2, p.shape[-1]).double(), p.reshape(-1, p.shape[-1])).square().sum(),
+    "gram": lambda p: (p.flatten(1) @ p.flatten(1).t() - torch.eye(len(p)).double()).norm(),
+    "svd": lambda p: torch.linalg.svdvals(p.flatten(1)).sum(),
+    "order 2": lambda p: torch.linalg.matrix_norm(p.flatten(1), 2),
+    "sort": lambda p: (p.flatten().sort().values * torch.arange(p.numel())).sum(),
+    "topk": lambda p: torch.topk(p.flatten(), 2).values.norm(),
+    "quantile": lambda p: torch.quantile(p, 0.3) * 2,
+    "median": lambda p: p.median() ** 2,
+    "max(dim)": lambda p: p.max(dim=0).values.norm(),
+    "cumsum": lambda p: p.cumsum(0).norm(),
+    "softmax": lambda p: p.softmax(0).square().sum(),
+    "a row": lambda p: p[1].norm() + p[-1].sum(),
+    "rows": lambda p: torch.stack([row.norm() for row in p]).max(),
+    "other shapes": lambda p: p.reshape(3, -1).prod(0).sum(),
+    "by numbers": lambda p: p.sum() * (p.argmax().item() + p.flatten()[3].item() + len(f"{p.flatten()[0]:.3f}")),
+    "turned": lambda p: (p.flatten(1)[:5, :5] * p.flatten(1)[:5, :5].t()).sum(),
+    "tensor": lambda p: torch.tensor(p.detach()).norm() * p.mean(),
+    "array": lambda p: p.mean() * float(p.detach().numpy().std()),
+}
+"""What needs the whole tensor, of matrices."""
+WRITTEN: dict[str, Callable[[Any], object]] = {
+    "a row": lambda p: p[0].mul_(2),
+    "set": lambda p: p.__setitem__(slice(0, 2), 1.0),
+    "by mask": lambda p: p.__setitem__(p > 0.5, 0.25),
+    "flat": lambda p: p.flatten()[2:7].zero_(),
+    "by number": lambda p: p.view(-1).__setitem__(torch.tensor([1, 4]), 7.0),
+    "row by row": lambda p: [row.div_(row.norm()) for row in p],
+    "pieces": lambda p: p.chunk(2)[0].copy_(p.chunk(2)[1]),
+    "filled": lambda p: p.index_fill_(0, torch.tensor([1]), 0.5),
+    "ordered": lambda p: p.copy_(p[p.flatten(1).norm(dim=1).argsort()]),
+    "a view kept": lambda p: (row := p[2], p.mul_(3), row.add_(p[1]), p[0].copy_(row)),
+    "turned": lambda p: p.transpose(0, 1)[0].neg_(),
+    "of two": lambda p: p.add_(p.detach().flip(0)),
+}
+
+
+def by_whole_on(rank: int) -> list[str]:
+    """What is not as on one device."""
+    warnings.simplefilter("ignore")  # torch.tensor of a tensor
+    wrong = []
+    for what in ("rows", "columns"):
+        for name, worth in BY_WHOLE.items():
+            p, full = part(rank, what), nn.Parameter(whole(what))
+            value, wanted = worth(p), worth(full)
+            value.backward()
+            wanted.backward()
+            gradient = SHARDS[what].cut(full.grad, rank)  # type: ignore[arg-type]
+            if not torch.allclose(value, wanted) or not torch.allclose(p.grad.held, gradient):  # type: ignore[union-attr]
+                wrong.append(f"{what}: {name}")
+        for name, write in WRITTEN.items():
+            p, full = part(rank, what), nn.Parameter(whole(what))
+            with torch.no_grad():
+                write(p)
+                write(full)
+            if not torch.allclose(p.held, SHARDS[what].cut(full, rank)):
+                wrong.append(f"{what}: {name} is not written")
+    return wrong
+
+
+def test_what_needs_the_whole_is_gathered_and_written_back() -> None:
+    assert run_ranks(2, by_whole_on, threads=1, timeout_s=60) == [[], []]
+
+
 REFUSED: dict[str, Callable[[Any], object]] = {
-    "cat": lambda p: torch.cat([p, p]),
-    "stack": lambda p: torch.stack([p.detach(), torch.zeros(p.shape)]),
-    "cat needs": lambda p: nn.utils.parameters_to_vector([p]),
-    "matmul": lambda p: torch.ones(6).double() @ p,
-    "linear": lambda p: F.linear(torch.ones(2, 5), p),
-    "svd": lambda p: torch.linalg.svd(p),
-    "matrix_norm of order 2": lambda p: torch.linalg.matrix_norm(p, 2),
-    "sort": lambda p: p.sort(),
-    "topk": lambda p: torch.topk(p, 2),
-    "quantile": lambda p: torch.quantile(p, 0.5),
-    "median": lambda p: p.median(),
-    "max(dim)": lambda p: p.max(dim=0),
-    "argmax": lambda p: p.argmax(),
-    "cumsum": lambda p: p.cumsum(0),
-    "softmax": lambda p: p.softmax(0),
-    "numpy": lambda p: p.detach().numpy(),
-    "item": lambda p: p.item(),
-    "tolist": lambda p: p.tolist(),
-    "__bool__": lambda p: bool(p),
-    "__getitem__": lambda p: p[0],
-    "__setitem__": lambda p: p.__setitem__(0, 1.0),
-    "rows": lambda p: list(p),
     "pickle": lambda p: pickle.dumps(p),
-    "setitem__": lambda p: p.__setitem__(slice(0, 2), 1.0),
-    "view": lambda p: p.view(3, 10),
     "into one that is not split": lambda p: torch.zeros(p.shape).add_(p),
     "use p.detach()": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
-    "different parts": lambda p: p * p.t(),
-    "needs a whole": lambda p: p.detach() @ p.detach().t(),
     "does not fit": lambda p: p * torch.zeros(3, 1),
     "hook": lambda p: p.register_hook(lambda g: g),
     "use loss.backward()": lambda p: torch.autograd.grad(p.norm(), p),
     "different gradients on different ranks": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
+    "has different gradients": lambda p: (p[0].sum() * (1 + dist.get_rank())).backward(),
 }
 
 

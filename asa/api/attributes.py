@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -171,10 +172,7 @@ def _method(model: DistributedModelBase, name: str, /, *args: Any, **options: An
     assert parallel is not None
     if not parallel.called:
         if any(map(replaced, parallel.plan.components)):
-            raise UsageError(
-                f"model.{name}() needs the whole model, of which ranks hold parts under {parallel.plan.strategy}: plan "
-                "with strategies=('ddp',), or load model.state_dict() into a plain one"
-            )
+            return _of_a_copy(model, name, args, options)
         run = attrgetter(name)
         gives_nothing: set[str] = model.__dict__.setdefault("gives_nothing", set())
         if not torch.is_grad_enabled() or name in gives_nothing:
@@ -187,6 +185,33 @@ def _method(model: DistributedModelBase, name: str, /, *args: Any, **options: An
             return run(model.origin)(*args, **options)
         model.run_whole(f"model.{name}() computes with gradients")
     return model.call(name, args, options)
+
+
+def _of_a_copy(model: DistributedModelBase, name: str, args: Any, options: dict[str, Any]) -> Any:
+    """Result of a method of a model of which ranks hold parts, called on a plain copy (collective). What it changes of
+    weights, buffers and numbers is changed in the model.
+
+    Raises:
+        UsageError: the result has gradients.
+    """
+    assert model.plan is not None
+    copied = copy.deepcopy(model)
+    state = {n: t.clone() for n, t in copied.state_dict().items() if isinstance(t, Tensor)}
+    numbers = {path: plain_attributes(m) for path, m in copied.named_modules()}
+    result = attrgetter(name)(copied)(*args, **options)
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+        raise UsageError(
+            f"model.{name}() computes with gradients, and ranks hold parts of the model under {model.plan.strategy}: "
+            "plan with strategies=('ddp',), or call it under torch.no_grad()"
+        )
+    now = copied.state_dict()
+    if any(not torch.equal(now[n], t) for n, t in state.items()):
+        model.load_state_dict(now)
+    for path, module in copied.named_modules():
+        for key, value in plain_attributes(module).items():
+            if numbers[path].get(key) != value:
+                setattr(model.origin.get_submodule(path), key, value)
+    return result
 
 
 def set_attribute(model: DistributedModelBase, name: str, value: Any) -> bool:

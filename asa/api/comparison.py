@@ -104,9 +104,9 @@ class Comparison:
             at = positions[number]
             beside = number >= len(tape.outputs) and at not in tape.of_batch
             plain = tensor.detach().as_subclass(Tensor)
-            if votes.everyone(beside and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
+            if votes.everyone(beside and split and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]):
                 parts = gathered(votes, plain.cpu())
-                square = _extended(parts, sum(rows))
+                square = _extended_by_views(parts, sum(rows), len(plain) // tape.rows)
                 if square is not None:
                     whole_tensors[at] = square.to(device)
                     if all(torch.equal(p, parts[0]) for p in parts):  # or a table of as many classes
@@ -132,7 +132,9 @@ class Comparison:
                     if self._differing_value is None:
                         self._differing_value = float(parts[0].double().abs().sum())
                 if beside and len(parts) > 1:
-                    stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
+                    stepped_tensor = _numbers_of_views(parts, [count for count in rows if count])
+                    if stepped_tensor is None:
+                        stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
                     whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
             else:
                 fixed[at] = plain
@@ -352,6 +354,41 @@ def _extended(parts: list[Tensor], count: int) -> Tensor | None:
     by_distance = torch.cat([longest[:, 0].flip(0), longest[0, 1:]])  # from the lower left to the upper right
     at = torch.arange(count)
     return by_distance[(at[None] - at[:, None]).clamp(1 - size, size - 1) + size - 1]
+
+
+def _extended_by_views(parts: list[Tensor], count: int, views: int) -> Tensor | None:
+    """The matrix [views * count, views * count] that extends ``parts``, of ``views`` x ``views`` blocks, each as
+    :func:`_extended` does. There is a block for each pair of views of the batch (``torch.eye(2 * len(x))``)."""
+    if any(len(p) % views for p in parts):
+        return None
+    rows = []
+    for i in range(views):
+        blocks = [
+            _extended([p.tensor_split(views, 0)[i].tensor_split(views, 1)[j] for p in parts], count)
+            for j in range(views)
+        ]
+        if any(b is None for b in blocks):
+            return None
+        rows.append(torch.cat(blocks, 1))  # type: ignore[arg-type]
+    return torch.cat(rows)
+
+
+def _numbers_of_views(parts: list[Tensor], rows: list[int]) -> Tensor | None:
+    """The whole vector of ``parts``, one for each rank with ``rows`` samples, if they number the rows of several views
+    of the batch, view by view in any order (``cat([arange(n, 2 * n), arange(n)])``); otherwise None."""
+    views, total, whole = len(parts[0]) // rows[0], sum(rows), None
+    for part, count in zip(parts, rows, strict=True):
+        if part.dim() != 1 or part.is_floating_point() or part.dtype is torch.bool or len(part) != views * count:
+            return None
+        firsts = part[::count] if count > 1 and views > 1 else part[:0]
+        numbers = (firsts[:, None] + torch.arange(count)).flatten()
+        if not len(firsts) or bool((firsts % count).any()) or not torch.equal(part, numbers.to(part)):
+            return None
+        order = firsts // count
+        if whole is not None and not torch.equal(order, whole):
+            return None
+        whole = order
+    return None if whole is None else (whole[:, None] * total + torch.arange(total)).flatten().to(parts[0].dtype)
 
 
 def gathered(votes: Votes, part: Tensor) -> list[Tensor]:

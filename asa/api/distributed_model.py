@@ -46,6 +46,7 @@ from asa.executor.model.parameter_hooks import refuse_hooks, replaced
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
+from asa.sharding.split import TensorPart
 from asa.tracing.preserve import preserved
 from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.tracer import reason_of
@@ -176,6 +177,11 @@ class DistributedModel(ModelInterface):
             )
         if parallel is not None and parallel.called:
             return self.call(None, args, options)
+        if self.views is not None and any(self.views.splits) and any(_views_in(self.parts)):
+            raise UsageError(
+                "torch.func.functional_call hands the model whole parameters, and ranks compute with parts of them: "
+                "plan with strategies=('ddp',), or call a plain copy (copy.deepcopy(model))"
+            )
         given = args, options
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
@@ -711,6 +717,11 @@ class Uneven(AsaError):
 def _in_backward() -> bool:
     """Whether this thread runs a backward."""
     return int(torch._C._current_graph_task_id()) != -1  # type: ignore[attr-defined]
+
+
+def _views_in(parts: nn.Module) -> Iterator[bool]:
+    """Whether each parameter of ``parts`` is what a program sees of it, in place of the rank's part."""
+    return (isinstance(p, TensorPart) for p in parts.parameters())
 
 
 def _hooks_of(module: nn.Module) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from asa.api.arguments import check_model, check_optimizer, read
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
+from asa.api.closures import follow_closures
 from asa.api.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
 from asa.api.distributed_loader import DistributedLoader
 from asa.api.distributed_model import DistributedModel, local_part, local_rows
@@ -23,7 +24,7 @@ from asa.api.in_step import InStep, in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
 from asa.api.notes import check_written, differing, renormalised, trained_norms, written_by_samples
-from asa.api.optimizers import Rebinding, check_shared, check_whole, no_shards_because, others_over
+from asa.api.optimizers import Rebinding, check_whole, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
@@ -161,7 +162,7 @@ def parallelize(
     shaped(model)
     for each in optimizers:
         check_whole(each)
-        check_shared(each)
+    follow_closures()
     same_weights(context, model)
     options = PlanOptions(
         global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -19,6 +20,7 @@ from asa.api.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.executor.model.state import load_full_state
+from asa.tracing.preserve import with_parameters
 
 MEETING_S = 30.0
 """Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
@@ -155,12 +157,39 @@ class ModelInterface(LearningModel):
             return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
         return clip(parallel, max_norm)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain copy of the original model with the weights, buffers and modes of now, which every rank calls on its
+        own. Collective if the plan splits or shards anything."""
+        if self.parallel is None:
+            memo[id(self)] = copied = copy.deepcopy(self.parts[0], memo)
+            return copied
+        device = self.rank_context.device
+        state = self.state_dict()
+        whole, _ = with_parameters(
+            self.origin, [self.origin], lambda p: torch.empty(p.shape, dtype=p.dtype, device=device)
+        )
+        whole.load_state_dict(state)
+        learns = {n: p.requires_grad for n, p in self.named_parameters(remove_duplicate=False)}
+        for name, p in whole.named_parameters(remove_duplicate=False):
+            p.requires_grad_(learns.get(name, p.requires_grad))
+        whole.train(self.training)
+        kept, modules = dict(whole.named_buffers()), dict(whole.named_modules())
+        for part in self.parts:
+            for name, buffer in part.named_buffers():
+                if name in kept and kept[name].shape == buffer.shape:  # also those that no state has
+                    kept[name].copy_(buffer)
+            for name, module in part.named_modules():
+                if name in modules:
+                    modules[name].training = module.training
+        memo[id(self)] = whole
+        return whole
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.parallel is None:
             return super().__reduce_ex__(protocol)
         raise UsageError(
-            "a model that ranks share cannot be copied or pickled as a whole: save model.state_dict(), and average "
-            "weights in copies of model.parameters()"
+            "a model that ranks share cannot be pickled: save model.state_dict(), or copy.deepcopy(model), which is a "
+            "plain model"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -14,9 +14,23 @@ from torch.utils import _pytree as pytree
 from asa.errors import UsageError
 from asa.sharding.of_rank import followed, writes
 from asa.sharding.sharded import place_local
+from asa.sharding.whole_views import run_whole
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
 _MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy")
+_VIEWING = {
+    "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
+    "diagonal", "view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "unflatten", "t", "transpose",
+    "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "expand", "expand_as", "unfold",
+    "as_strided",
+}  # fmt: skip
+"""Functions whose results have the memory of their argument on one device: what is written there changes it."""
+_BY_PLACE = {
+    "__setitem__", "index_copy_", "index_fill_", "index_add_", "index_put_", "index_reduce_", "scatter_",
+    "scatter_add_", "scatter_reduce_", "put_", "masked_scatter_", "fill_diagonal_", "tril_", "triu_", "renorm_",
+    "cumsum_", "cumprod_", "conv1d", "conv2d", "conv3d",
+}  # fmt: skip
+"""Functions that torch computes of shards as if each were a tensor of its own, or of a copy."""
 _READING = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 
 
@@ -100,25 +114,70 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if type(first) in (Tensor, torch.nn.Parameter) and first.numel() == 1 and writes(name):
         # Torch takes a whole tensor of one element for a sharded one, and writes a shard into it.
         args, kwargs = _of_one_kind(args, kwargs or {}) or (args, kwargs)
+    options = kwargs or {}
+    if not _learns(args, options):
+        if name == "__iter__":
+            return iter(first.unbind(0))
+        if name in _BY_PLACE:
+            return run_whole(func, name, args, options, DTensor, _full_copy, _put)
     try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        result = _unwrapped(func, args, options)
+        if name in _VIEWING and not _learns(args, options) and isinstance(first, DTensor):
+            memory = _memory(first)
+            if any(_memory(leaf) != memory for leaf in pytree.tree_leaves(result) if isinstance(leaf, DTensor)):
+                return run_whole(func, name, args, options, DTensor, _full_copy, _put)
+        return result
     except (RuntimeError, AssertionError) as error:
-        if "got mixed torch.Tensor and DTensor" in str(error):
-            alike = _of_one_kind(args, kwargs or {})
-            if alike is None:
-                raise UsageError(
-                    f"{name} has a tensor that ranks hold in shards and one that is not, with gradients: use "
-                    "p.full_tensor(), or plan with strategies=('ddp',)"
-                ) from error
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*alike[0], **alike[1])
-        if "harding propagation failed" not in str(error) and not _runs_on_whole(func, args, kwargs or {}):
-            raise
+        failed = error
+    if "Could not resolve the process group" in str(failed):
+        raise UsageError(
+            f"{name} has a tensor in shards that was made before the model began to run whole: make it behind the "
+            "first call of the model, or say with example_input how the model is called"
+        ) from failed
+    if "got mixed torch.Tensor and DTensor" in str(failed):
+        alike = _of_one_kind(args, options)
+        if alike is None:
+            raise UsageError(
+                f"{name} has a tensor that ranks hold in shards and one that is not, with gradients: use "
+                "p.full_tensor(), or plan with strategies=('ddp',)"
+            ) from failed
+        try:
+            return _unwrapped(func, *alike)
+        except (RuntimeError, AssertionError) as error:
+            failed = error
+    if "harding propagation failed" not in str(failed) and not _runs_on_whole(func, args, options):
+        raise failed
+    if _learns(args, options):
         raise UsageError(
             f"{name} needs a whole tensor, and ranks hold shards of this one: use p.full_tensor() or "
             "model.state_dict(), or plan with strategies=('ddp',)"
-        ) from error
+        ) from failed
+    return run_whole(func, name, args, options, DTensor, _full_copy, _put)
+
+
+def _learns(args: Any, options: dict[str, Any]) -> bool:
+    leaves = pytree.tree_leaves((args, options)) if torch.is_grad_enabled() else ()
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _memory(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def _unwrapped(func: Any, args: Any, options: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **options)
+
+
+def _full_copy(tensor: Any) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().full_tensor().clone()  # type: ignore[no-any-return]
+
+
+def _put(tensor: Any, full: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.detach().copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 
 def _runs_on_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -474,6 +474,10 @@ class Watched(Tensor):
         options = kwargs or {}
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
         tape = min(tapes, key=lambda t: bool(t.problem), default=None)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # what it returns may not leave it
+            for each in tapes:
+                each.problem = each.problem or "torch.func computes from the batch"
+            return func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
         if func is torch.autograd.grad:
             refuse_by_shards(args, options)
         changes = bool(args) and writes(getattr(func, "__name__", ""))

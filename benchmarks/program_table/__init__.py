@@ -97,6 +97,7 @@ def table() -> dict[str, Program]:
         batches,
         copies,
         frameworks,
+        fresh,
         further,
         habits,
         held,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
-from asa.sharding.of_rank import followed
-from asa.sharding.split.wire import Split, averaged, gathered, whole
+from asa.sharding.of_rank import followed, writes
+from asa.sharding.split.wire import Split, averaged, gathered, whole, whole_with_gradient
+from asa.sharding.whole_views import run_whole
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,25 @@ _PLAIN = {
 _WITH_OUT = {"lerp", "add", "sub", "mul", "div", "addcmul", "addcdiv", "where", "maximum", "minimum", "sign", "clamp"}
 """Functions whose result can be copied to ``out``."""
 
+_WITHOUT_GRADIENTS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__format__", "argmax", "argmin", "argsort",
+    "nonzero", "argwhere", "bincount", "searchsorted", "bucketize", "isin", "histc", "matrix_rank",
+}  # fmt: skip
+"""Functions whose results have no gradients on one device either."""
+
 _WHY = {
     "grad": "torch.autograd.grad does not know parameters that ranks hold in parts: use loss.backward(), and p.grad",
     "backward": "backward(inputs=...) does not know parameters that ranks hold in parts: set requires_grad instead",
 }
 
 
+class NeedsWholeError(UsageError):
+    """A function cannot be computed from parts."""
+
+
 def refuse(name: str, split: Split) -> NoReturn:
     """Raise the error that ``name`` cannot be computed from parts."""
-    raise UsageError(
+    raise NeedsWholeError(
         _WHY.get(name)
         or f"{name} needs a whole tensor, and each of {split.axis.size} ranks holds a part of this one: sums, means, "
         "norms and elementwise functions are available; otherwise use model.state_dict(), or plan with "
@@ -109,14 +120,34 @@ class TensorPart(Tensor):
         parts = parts_in((*args, *kwargs.values()))
         out = kwargs.get("out")
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in parts)
+        may = name not in _WHY and not name.startswith(("setting ", "_foreach"))  # a list may have been changed in part
+        if learns and name in _WITHOUT_GRADIENTS:
+            with torch.no_grad():
+                return cls.__torch_function__(func, types, args, kwargs)
+        may = may and not (
+            learns and (any(isinstance(p.held, DTensor) for p in parts) or writes(name) or out is not None)
+        )
+        if handler is None and may:
+            return followed(name, args, lambda: _on_whole(func, name, args, kwargs, learns), kwargs)
         if handler is None or ("out" in kwargs and (learns or not isinstance(out, Tensor) or name not in _WITH_OUT)):
             refuse(name, parts[0].parted)
         if out is not None:
             return out.copy_(func(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
-        return followed(name, args, lambda: handler(Call(func, name, tuple(args), kwargs)), kwargs)
+
+        def run() -> Any:
+            try:
+                return handler(Call(func, name, tuple(args), kwargs))
+            except NeedsWholeError:
+                if not may:
+                    raise
+                return _on_whole(func, name, args, kwargs, learns)
+
+        return followed(name, args, run, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:  # torch.tensor(p)
+            return whole(args[0].held, args[0].parted)
         refuse(str(func), parts_in((*args, *(kwargs or {}).values()))[0].parted)
 
     @property
@@ -190,7 +221,7 @@ class TensorPart(Tensor):
         self.register_hook(hook)
 
     def __iter__(self) -> Iterator[Any]:
-        refuse("a loop over its rows", self.parted)
+        return (self[i] for i in range(len(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
         part = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.parted)
@@ -203,7 +234,7 @@ class TensorPart(Tensor):
         refuse("a copy or pickle", self.parted)
 
     def __format__(self, form: str) -> str:
-        return repr(self) if not form else refuse("__format__", self.parted)
+        return repr(self) if not form else format(self.tolist(), form)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         ranks = self.parted.axis
@@ -240,7 +271,7 @@ def matched(value: Any, to: TensorPart) -> Any:
     right = to.dim() - split.dim  # the sharded dimension, counted from the last
     if isinstance(value, TensorPart):
         if value.dim() - value.parted.dim != right or not value.parted.alike(split):
-            raise UsageError("two tensors that ranks hold in different parts cannot be combined")
+            raise NeedsWholeError("two tensors that ranks hold in different parts cannot be combined")
         return value.held
     if not isinstance(value, Tensor):
         return value
@@ -270,6 +301,21 @@ def beside_whole(name: str, value: Any) -> Any:
             "p.detach(), or torch.no_grad()"
         )
     return whole(value.held, value.parted)
+
+
+def _put(part: TensorPart, full: Tensor) -> None:
+    part.held.copy_(matched(full, part))
+
+
+def _on_whole(func: Any, name: str, args: Any, options: dict[str, Any], learns: bool) -> Any:
+    """``func`` of the whole tensors (collective)."""
+
+    def gather(part: TensorPart) -> Tensor:
+        if learns and part.requires_grad:
+            return whole_with_gradient(part.held, part.parted)
+        return whole(part.held.detach(), part.parted)
+
+    return run_whole(func, name, args, options, TensorPart, gather, _put)
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:

@@ -99,14 +99,37 @@ class _ValueWithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        gradient = gathered(gradient)
-        least, most = largest(torch.stack([-gradient, gradient]), ctx.parted)
-        if bool(((most + least) > 1e-3 * most.abs()).any()):
-            raise UsageError(
-                "a norm (or sum) of parameters that ranks hold in parts has different gradients on different ranks: "
-                "add it to the loss, and do not multiply it by the loss, which differs between ranks"
-            )
-        return gradient, None, None
+        return _alike(gathered(gradient), ctx.parted), None, None
+
+
+def _alike(gradient: Tensor, split: Split) -> Tensor:
+    """``gradient``, which has to be the same on all ranks (collective)."""
+    least, most = largest(torch.stack([-gradient, gradient]), split)
+    if bool(((most + least) > 1e-3 * most.abs().amax()).any()):
+        raise UsageError(
+            "a number that is computed of parameters that ranks hold in parts has different gradients on different "
+            "ranks: add it to the loss, and do not multiply it by the loss, which differs between ranks; or plan with "
+            "strategies=('ddp',)"
+        )
+    return gradient
+
+
+class _WholeWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:
+        ctx.parted = split
+        return whole(part, split)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.parted.cut(_alike(gradient.contiguous(), ctx.parted)).clone(), None
+
+
+def whole_with_gradient(part: Tensor, split: Split) -> Tensor:
+    """The whole tensor, through which this rank differentiates its ``part``. Its backward is collective, and raises a
+    UsageError if ranks have different gradients of it."""
+    return _WholeWithGradient.apply(part, split)  # type: ignore[no-any-return]
 
 
 def value_with_gradient(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
