@@ -45,6 +45,8 @@ _SLACK = 1e-7
 _HOPELESS = 1.02
 """A first plan of several stages that takes this multiple of the best plan is not improved: none of 15 such became
 faster than that plan (decision 0141)."""
+_LATER = 1.05
+"""This multiple where the first plan recomputes, so that memory binds: changes of many components gain more there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +240,9 @@ class _Search:
         value = INF if plan is None else self.prices.of(plan).cost.total_s * MS
         if exchange is not None:
             self.best.note_other(exchange.exchange(min(value, self.best.limit)))
-        if plan is not None and value < self.best.limit * _HOPELESS:
-            plan = improved(self.prices, plan, self.allowed, clock.counted() + self.budget.polish_s)
+        if plan is not None and value < self.best.limit * (_LATER if any(w.checkpoint for w in plan.ways) else _HOPELESS):
+            most_s = min(self.budget.polish_s, self.budget.polish * (self.ends - self.best.started))
+            plan = improved(self.prices, plan, self.allowed, clock.counted() + most_s)
             value = self.prices.of(plan).cost.total_s * MS
         return (plan, value) if value < self.best.limit else (None, INF)
 

@@ -26,6 +26,8 @@ from itertools import accumulate, chain, combinations, pairwise, permutations
 from math import lcm
 from typing import Any
 
+import numpy as np
+
 from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
@@ -45,6 +47,10 @@ _MOST = 60
 """Most components of an answer that is changed: in longer chains ties are rare and changes expensive."""
 _CHANGES = 200
 """Most changes made to one answer."""
+_FRONT, _TRIED = 100, 20
+"""Combinations of changes of a stage kept behind each component, and how many of them, the fastest, are tried."""
+_SLIGHTLY = 0.01
+"""Weight of a stage's own seconds, where other stages decide the step."""
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
@@ -115,6 +121,7 @@ class _Around:
         self._orders: dict[object, tuple[float, ...]] = {}
         self._possible: dict[tuple[int, Way, int], bool] = {}
         self._widths = set[tuple[int, int]]()
+        self._turn = 0
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -138,14 +145,16 @@ class _Around:
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        moves = (self._coarse, self._relaid, self._partly, self._private, self._exchanged, self._fewer)
-        for other in chain.from_iterable(move(x) for move in moves):
-            if clock.counted() > until:
-                return None
-            taken_s = self.seconds(other, less_s)
-            if taken_s < less_s:
-                self.limit_s = taken_s * (1 + TIE)
-                return other
+        moves = (self._relaid, self._partly, self._packed, self._coarse, self._private, self._fewer)
+        for k in range(len(moves)):  # the kind that helped last comes first
+            turn = (self._turn + k) % len(moves)
+            for other in moves[turn](x):
+                if clock.counted() > until:
+                    return None
+                taken_s = self.seconds(other, less_s)
+                if taken_s < less_s:
+                    self._turn, self.limit_s = turn, taken_s * (1 + TIE)
+                    return other
         return None
 
     def _stages_of(self, x: Candidate) -> list[_Stage]:
@@ -193,10 +202,17 @@ class _Around:
         """Seconds of a step; infinite where the plan does not fit, or a lower bound exceeds ``most_s``."""
         parts = self._stages_of(x)
         clock.count("plan", len(parts) + len(x.ways) / 4)
+        if any(self._room(part) < -TOLERANCE_GIB * GIB for part in parts):
+            return INF
+        return self._step_s(x, parts, most_s)
+
+    def _room(self, x: _Stage) -> float:
+        """Bytes that the ranks of a stage may hold beyond what they do; negative where it does not fit."""
+        return -self.prices.excess(self._price_of(x), x.first, x.width, x.busy)
+
+    def _step_s(self, x: Candidate, parts: Sequence[_Stage], most_s: float = INF) -> float:
+        """As :meth:`seconds`, of ``x`` with the stages ``parts``, whether or not they fit."""
         stages = [self._price_of(s) for s in parts]
-        for part, stage in zip(parts, stages, strict=True):
-            if self.prices.excess(stage, part.first, part.width, part.busy) > TOLERANCE_GIB * GIB:
-                return INF
         if len(stages) == 1:
             return stages[0].cost.total_s
         m, schedule = x.num_microbatches, self.space.strategies.schedules[x.schedule]
@@ -341,6 +357,34 @@ class _Around:
             for other in self.space.ways_in(i, way.layout):
                 if other != way and self._able(i, other, x.num_microbatches):
                     yield x.with_way(i, other)
+
+    def _packed(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans in which many components of a stage have other ways with the same layouts: those that save most time in
+        the memory there is, as in a knapsack, if what each change saves and holds alone adds up."""
+        parts = self._stages_of(x)
+        for s, part in enumerate(parts):
+            saved_s, held, picked = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+            offered = list[list[Way]]()
+            for k, way in enumerate(part.ways):
+                others = (w for w in self.space.ways_in(part.start + k, way.layout) if w != way)
+                some = [way, *(w for w in others if self._able(part.start + k, w, x.num_microbatches))]
+                stages = [replace(part, ways=(*part.ways[:k], w, *part.ways[k + 1 :])) for w in some]
+                slower_s = np.array([self._step_s(x, [*parts[:s], y, *parts[s + 1 :]]) for y in stages])
+                slower_s += _SLIGHTLY * np.array([self._price_of(y).cost.total_s for y in stages])
+                more = np.array([self._price_of(y).most for y in stages])
+                saved_s = np.add.outer(saved_s, slower_s[0] - slower_s).ravel()
+                held = np.add.outer(held, more - more[0]).ravel()
+                order = np.lexsort((held, -saved_s))
+                least = np.minimum.accumulate(held[order])
+                front = order[np.r_[True, held[order][1:] < least[:-1]]]
+                front = front[:: -(-len(front) // _FRONT)]
+                picked = np.column_stack([picked[front // len(some)], front % len(some)])
+                saved_s, held = saved_s[front], held[front]
+                offered.append(some)
+                clock.count("stage")
+            for row in picked[(saved_s > 0) & (held <= self._room(part))][:_TRIED].tolist():
+                ways = (some[j] for some, j in zip(offered, row, strict=True))
+                yield replace(x, ways=(*x.ways[: part.start], *ways, *x.ways[part.start + len(row) :]))
 
     def _relaid(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another layout, and the way there that is most like its own: first those

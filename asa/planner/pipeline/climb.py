@@ -94,16 +94,15 @@ class Climber:
     def _price_stage(
         self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        if not self.sketch.possible(w, m, style)[a:b].all():
-            return None
-        uniform, room = self.sketch.uniform(w, m, style, first), self.space.room(first, w, self.gpus)
-        if style.checkpoint:
-            stored = self.sketch.uniform(w, m, replace(style, checkpoint=False), first)
-            needed = [i for i in range(a, b) if not self.sketch.allowed(i, stored.ways[i])]
-            found = stored.recomputed(uniform, a, b, flight, room, needed)
-        else:
-            times, peak = uniform.stage(a, b, flight)
-            found = (times, uniform) if peak <= room else None
+        sketch, room, found = self.sketch, self.space.room(first, w, self.gpus), None
+        plain, full = (replace(style, checkpoint=c) for c in (False, True))
+        stored = sketch.uniform(w, m, plain, first)
+        if sketch.possible(w, m, plain)[a:b].all():
+            times, peak = stored.stage(a, b, flight)
+            found = (times, stored) if peak <= room else None
+        if found is None and self.space.strategies.checkpoint and sketch.possible(w, m, full)[a:b].all():
+            needed = [i for i in range(a, b) if not sketch.allowed(i, stored.ways[i])]
+            found = stored.recomputed(sketch.uniform(w, m, full, first), a, b, flight, room, needed)
         if found is None:
             return None
         times, uniform = found
@@ -183,7 +182,7 @@ class Neighbours:
 
     def _offered(self, w: int, m: int) -> list[StageStyle]:
         if (w, m) not in self._styles:
-            self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
+            self._styles[w, m] = [x for x in self.sketch.styles(w, m, save_memory=True) if not x.checkpoint]
         return self._styles[w, m]
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
@@ -194,7 +193,7 @@ class Neighbours:
         old = x.styles[s]
         style = min(
             self._offered(w, x.num_microbatches),
-            key=lambda y: (y.strategy != old.strategy, y.checkpoint != old.checkpoint,
+            key=lambda y: (y.strategy != old.strategy,
                            abs(y.tensor - old.tensor) if old.tensor < x.widths[s] or old.tensor == 1 else -y.tensor),
         )  # fmt: skip
         return replace(
