@@ -12,8 +12,7 @@ no longer and comes first in this order:
 
 Times, work and peaks count as equal within one part in a billion: they are sums of many floating-point numbers. A
 change moves one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another
-style or on fewer ranks, runs one component otherwise in its layout, or has two components of a stage exchange their
-ways.
+style or on fewer ranks, or runs one component otherwise in its layout; many of a stage at once where that is faster.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import numpy as np
 from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
-from asa.ir.layout import MOST_WEIGHT, Layout, lowest_terms
+from asa.ir.layout import MOST_WEIGHT, lowest_terms
 from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.budget import ROUNDING as TIE
@@ -47,10 +46,9 @@ _MOST = 60
 """Most components of an answer that is changed: in longer chains ties are rare and changes expensive."""
 _CHANGES = 200
 """Most changes made to one answer."""
-_FRONT, _TRIED = 100, 20
-"""Combinations of changes of a stage kept behind each component, and how many of them, the fastest, are tried."""
-_SLIGHTLY = 0.01
-"""Weight of a stage's own seconds, where other stages decide the step."""
+_FRONT, _TRIED, _SLIGHTLY = 100, 20, 0.01
+"""Combinations of changes of a stage kept behind each component; how many of them, the fastest, are tried; the weight
+of a stage's own seconds, where other stages decide the step."""
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
@@ -120,8 +118,7 @@ class _Around:
         self._stages: dict[_Stage, StagePrice] = {}
         self._orders: dict[object, tuple[float, ...]] = {}
         self._possible: dict[tuple[int, Way, int], bool] = {}
-        self._widths = set[tuple[int, int]]()
-        self._turn = 0
+        self._widths, self._turn = set[tuple[int, int]](), 0
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -145,15 +142,14 @@ class _Around:
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        moves = (self._relaid, self._partly, self._packed, self._coarse, self._private, self._fewer)
-        for k in range(len(moves)):  # the kind that helped last comes first
-            turn = (self._turn + k) % len(moves)
-            for other in moves[turn](x):
+        moves = (self._relaid, self._partly, self._packed, self._recut, self._coarse, self._private, self._fewer)
+        for move in (*moves[self._turn :], *moves[: self._turn]):  # the kind that helped last comes first
+            for other in move(x):
                 if clock.counted() > until:
                     return None
                 taken_s = self.seconds(other, less_s)
                 if taken_s < less_s:
-                    self._turn, self.limit_s = turn, taken_s * (1 + TIE)
+                    self._turn, self.limit_s = moves.index(move), taken_s * (1 + TIE)
                     return other
         return None
 
@@ -229,7 +225,7 @@ class _Around:
 
     def changes(self, x: Candidate) -> Iterator[Candidate]:
         """All neighbours of ``x``, those with less to run first."""
-        return chain(self._fewer(x), self._coarse(x), self._private(x), self._exchanged(x))
+        return chain(self._fewer(x), self._coarse(x), self._private(x))
 
     def _coarse(self, x: Candidate) -> Iterator[Candidate]:
         if len(x.widths) > 1:
@@ -359,32 +355,44 @@ class _Around:
                     yield x.with_way(i, other)
 
     def _packed(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans in which many components of a stage have other ways with the same layouts: those that save most time in
-        the memory there is, as in a knapsack, if what each change saves and holds alone adds up."""
+        """Plans in which many components of a stage have other ways with the same layouts, to save time."""
+        for s in range(len(x.widths)):
+            yield from self._combined(x, s, least_s=0.0)
+
+    def _recut(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans with other cuts, in which each stage that does not fit has other ways with the same layouts."""
+        for other in self._cut_elsewhere(x):
+            parts, new = self._stages_of(other), other
+            if self._step_s(other, parts, self.limit_s) < self.limit_s:
+                for s in (s for s, part in enumerate(parts) if self._room(part) < 0):
+                    new = next((y for y in self._combined(new, s, -INF) if self._room(self._stages_of(y)[s]) >= 0), new)
+                yield new
+
+    def _combined(self, x: Candidate, s: int, least_s: float) -> Iterator[Candidate]:
+        """Plans in which components of stage ``s`` have other ways with the same layouts: those that save most time,
+        over ``least_s`` seconds, in the memory there is, as in a knapsack, if what changes save and hold adds up."""
         parts = self._stages_of(x)
-        for s, part in enumerate(parts):
-            saved_s, held, picked = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-            offered = list[list[Way]]()
-            for k, way in enumerate(part.ways):
-                others = (w for w in self.space.ways_in(part.start + k, way.layout) if w != way)
-                some = [way, *(w for w in others if self._able(part.start + k, w, x.num_microbatches))]
-                stages = [replace(part, ways=(*part.ways[:k], w, *part.ways[k + 1 :])) for w in some]
-                slower_s = np.array([self._step_s(x, [*parts[:s], y, *parts[s + 1 :]]) for y in stages])
-                slower_s += _SLIGHTLY * np.array([self._price_of(y).cost.total_s for y in stages])
-                more = np.array([self._price_of(y).most for y in stages])
-                saved_s = np.add.outer(saved_s, slower_s[0] - slower_s).ravel()
-                held = np.add.outer(held, more - more[0]).ravel()
-                order = np.lexsort((held, -saved_s))
-                least = np.minimum.accumulate(held[order])
-                front = order[np.r_[True, held[order][1:] < least[:-1]]]
-                front = front[:: -(-len(front) // _FRONT)]
-                picked = np.column_stack([picked[front // len(some)], front % len(some)])
-                saved_s, held = saved_s[front], held[front]
-                offered.append(some)
-                clock.count("stage")
-            for row in picked[(saved_s > 0) & (held <= self._room(part))][:_TRIED].tolist():
-                ways = (some[j] for some, j in zip(offered, row, strict=True))
-                yield replace(x, ways=(*x.ways[: part.start], *ways, *x.ways[part.start + len(row) :]))
+        part, offered = parts[s], list[list[Way]]()
+        saved_s, held, picked = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+        for k, way in enumerate(part.ways):
+            i, m = part.start + k, x.num_microbatches
+            some = [way, *(w for w in self.space.ways_in(i, way.layout) if w != way and self._able(i, w, m))]
+            stages = [replace(part, ways=(*part.ways[:k], w, *part.ways[k + 1 :])) for w in some]
+            slower_s = np.array([self._step_s(x, [*parts[:s], y, *parts[s + 1 :]]) for y in stages])
+            slower_s += _SLIGHTLY * np.array([self._price_of(y).cost.total_s for y in stages])
+            more = np.array([self._price_of(y).most for y in stages])
+            saved_s = np.add.outer(saved_s, slower_s[0] - slower_s).ravel()
+            held = np.add.outer(held, more - more[0]).ravel()
+            order = np.lexsort((held, -saved_s))
+            front = order[np.r_[True, held[order][1:] < np.minimum.accumulate(held[order])[:-1]]]
+            front = front[np.linspace(0, len(front) - 1, min(len(front), _FRONT)).astype(np.int64)]
+            picked = np.column_stack([picked[front // len(some)], front % len(some)])
+            saved_s, held = saved_s[front], held[front]
+            offered.append(some)
+            clock.count("stage")
+        for row in picked[(saved_s > least_s) & (held <= self._room(part))][:_TRIED].tolist():
+            ways = (some[j] for some, j in zip(offered, row, strict=True))
+            yield replace(x, ways=(*x.ways[: part.start], *ways, *x.ways[part.start + len(row) :]))
 
     def _relaid(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another layout, and the way there that is most like its own: first those
@@ -397,16 +405,3 @@ class _Around:
                 other = min((v for v in some if self._able(i, v, m)), key=partial(difference, way), default=None)
                 if other is not None and other.layout != way.layout:
                     yield x.with_way(i, other)
-
-    def _exchanged(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans in which two components of a stage exchange their ways."""
-        m = x.num_microbatches
-        for a, b in zip(x.starts, (*x.starts[1:], self.n), strict=True):
-            layouts: dict[Layout, list[int]] = {}
-            for i in range(a, b):
-                layouts.setdefault(x.ways[i].layout, []).append(i)
-            for some in layouts.values():
-                for i, j in combinations(some, 2):
-                    one, other = x.ways[i], x.ways[j]
-                    if one != other and self._able(i, other, m) and self._able(j, one, m):
-                        yield x.with_way(i, other).with_way(j, one)
