@@ -116,6 +116,8 @@ WHY = {
     "longer strides far from the best plan": "No case of these needs them; they were taken out with the exploration "
     "and not looked at alone (decision 0127).",
     "the ILP beyond choices that do not fit": "ResNet-50 on 8 H100 with 30 % of the memory is 0.6 % slower without.",
+    "many changes of a stage at once": "ResNet-50 at 32 pixels on 8 L4 over PCIe with 30 % of the memory is 1.7 % "
+    "slower without (decision 0177).",
     "plans near one that does not fit": "ResNet-50 on 8 L4 over Ethernet with 30 % of the memory is 7.9 % slower "
     "without, in about half of all runs (decision 0168).",
     "climbing from first plans": "Of 73 golden cases at the usual limit 14 are slower without, by up to 23 %.",
