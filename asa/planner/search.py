@@ -237,10 +237,11 @@ class _Search:
         values = [self.prices.of(x).cost.total_s * MS for x in plans]
         if exchange is not None:
             self.best.note_other(exchange.exchange(min([self.best.limit, *values])))
-        most_s = min(self.budget.polish_s, self.budget.polish * (self.ends - self.best.started))
+        share_s = self.budget.polish * (self.ends - self.best.started)
         for plan, value in zip(plans, values, strict=True):
-            if value < self.best.limit * _HOPELESS:
-                plan = improved(self.prices, plan, self.allowed, clock.counted() + most_s)
+            if value < self.best.limit * _HOPELESS:  # a plan that is the best so far is improved at the end, too
+                most_s = self.budget.polish_s * (0.5 if value < self.best.limit else 1.0)
+                plan = improved(self.prices, plan, self.allowed, clock.counted() + min(share_s, most_s))
             value = self.prices.of(plan).cost.total_s * MS
             if value < self.best.limit:
                 return plan, value

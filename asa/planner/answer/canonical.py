@@ -47,8 +47,7 @@ _MOST = 60
 _CHANGES = 200
 """Most changes made to one answer."""
 _FRONT, _TRIED, _SLIGHTLY = 100, 20, 0.01
-"""Combinations of changes of a stage kept behind each component; how many of them, the fastest, are tried; the weight
-of a stage's own seconds, where other stages decide the step."""
+"""Combinations kept behind a component, and tried; weight of a stage's own time where others decide the step."""
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
