@@ -206,7 +206,7 @@ class _Around:
         return -self.prices.excess(self._price_of(x), x.first, x.width, x.busy)
 
     def _step_s(self, x: Candidate, parts: Sequence[_Stage], most_s: float = INF) -> float:
-        """As :meth:`seconds`, of ``x`` with the stages ``parts``, whether or not they fit."""
+        """Seconds of a step of ``x`` with the stages ``parts``, whether or not they fit; infinite over ``most_s``."""
         stages = [self._price_of(s) for s in parts]
         if len(stages) == 1:
             return stages[0].cost.total_s
