@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import known_models
@@ -10,12 +11,16 @@ import pytest
 
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import needed
+from asa.cost.pricing import Way
+from asa.ir.layout import Layout
+from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner import Request
 from asa.planner.answer.canonical import TIE, _Around, canonical, improved
 from asa.planner.budget import USUAL
 from asa.planner.search import search
 from asa.planner.space.baselines import uniform
-from asa.planner.space.candidate import Prices
+from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
 from asa.strategies import offered
 
@@ -92,3 +97,43 @@ def test_one_component_may_run_in_another_layout_than_the_rest():
     after = improved(prices, before, anything)
     assert len({way.layout for way in after.ways}) > 1
     assert prices.of(after).cost.total_s < 0.5 * prices.of(before).cost.total_s
+
+
+def way_of(word: str, width: int) -> tuple[Way, int]:
+    """The way that ``replicate4x1c*3`` names on a stage of ``width`` ranks, and for how many components."""
+    name, data, tensor, again, count = re.fullmatch(r"([a-z]+[12]?)(\d)x(\d)(c?)\*(\d+)", word).groups()
+    split = TensorDegree(strategy="tensor" if tensor > "1" else "none", degree=int(tensor))
+    return Way(
+        layout=Layout(width=width, data=int(data), tensor=int(tensor)), tensor=split, checkpoint=bool(again),
+        data=DataDegree(strategy=name, degree=int(data)),
+    ), int(count)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cluster", "m", "widths", "starts", "stages", "share"),
+    [
+        # One component pays memory with its gradients, one with its optimizer state, so that two need not recompute.
+        ("l4-pcie-8", 1, (4, 4), (0, 10), ("replicate4x1c*4 replicate4x1*4 zero24x1*1 replicate4x1*1",
+          "zero14x1c*3 replicate4x1*1 replicate1x4*3 replicate1x1*1"), 0.985),
+        # Two cuts move by one component; a stage behind them then fits only with other ways.
+        ("l4-8x1-25g-rdma", 4, (2, 2, 1, 1, 1, 1), (0, 7, 11, 14, 15, 16), ("replicate2x1c*4 replicate2x1*3",
+          "replicate2x1c*1 replicate2x1*3", "replicate1x1*3", "replicate1x1c*1", "replicate1x1*1", "replicate1x1*2"),
+          0.95),
+    ],
+)  # fmt: skip
+def test_components_exchange_memory(cluster, m, widths, starts, stages, share):
+    where = presets.load(cluster)
+    profile = on_device(known_models.profile(known_models.resnet50(32, 100), 9000.0, 64), where)
+    request = Request(gpus=8, global_batch=256)
+    slack = Prices(Space(profile, where, offered(), request))
+    least = needed(where.device, 0.3 * slack.of(uniform("ddp", slack, 1)).peak.total, 8)
+    prices = Prices(Space(profile, where, offered(), replace(request, memory_bytes=least)))
+    words = [(word, width) for stage, width in zip(stages, widths, strict=True) for word in stage.split()]
+    ways = tuple(way for word, width in words for way, count in [way_of(word, width)] for _ in range(count))
+    before = Candidate(
+        origin="asa", num_microbatches=m, ways=ways, widths=widths, starts=starts, schedule="1f1b"
+    )  # fmt: skip
+    assert prices.fits(before)
+    after = improved(prices, before, anything)
+    assert prices.fits(after)
+    assert prices.of(after).cost.total_s < share * prices.of(before).cost.total_s

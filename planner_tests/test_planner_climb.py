@@ -10,6 +10,7 @@ import pytest
 
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import needed
 from asa.ir import codec
 from asa.ir.cluster import RankDevice
 from asa.ir.profile import Profile
@@ -34,9 +35,7 @@ def prices(model: str, cluster: str, gpus: int, batch: int) -> Prices:
 
 def first_s(model: str, cluster: str, gpus: int, batch: int) -> float:
     own = prices(model, cluster, gpus, batch)
-    found = first_plans(own, anything, INF, INF)
-    assert found is not None
-    return own.of(found).cost.total_s
+    return own.of(first_plans(own, anything, INF, INF)[0]).cost.total_s
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_first_plans_do_not_depend_on_how_busy_the_machine_is(monkeypatch):
         some = [
             practice(own, anything, clock.counted() + 0.05),
             on_fewer(own, anything, INF, clock.counted() + 0.05),
-            first_plans(own, anything, INF, clock.counted() + 0.1),
+            first_plans(own, anything, INF, clock.counted() + 0.1)[0],
         ]
         some.append(improved(own, some[-1], anything, clock.counted() + 0.05))
         found.append(([x.key for x in some], clock.counted() - begun))
@@ -101,6 +100,21 @@ def test_stages_on_slow_devices_are_priced_as_such():
 
 def test_unequal_devices_get_a_first_plan_of_the_fast_ones():
     own = prices("vit_b_16", "4090-2-3090-2-pcie", 4, 16)
-    found = first_plans(own, anything, INF, INF)
-    assert found is not None
+    found = first_plans(own, anything, INF, INF)[0]
     assert (found.widths, found.num_microbatches) == ((1, 1), 1)
+
+
+def test_an_outline_recomputes_what_does_not_fit():
+    own = prices("vit_b_16", "l4-8x1-25g-rdma", 8, 256)
+    stored = Climber(Sketch(own, anything, INF))
+    style = stored.sketch.styles(2, 4, save_memory=False)[-1]
+    outline = PipelineOutline((0, 3, 7, 10), (2, 2, 2, 2), (style,) * 4, 4, "1f1b")
+    assert stored.seconds(outline) < INF
+    peak, device = own.of(stored.candidate(outline)).peak.total, own.space.cluster.device
+    request = replace(own.space.request, memory_bytes=needed(device, 0.9 * peak, 8))
+    tight = Prices(Space(own.space.profile, own.space.cluster, offered(), request))
+    climber = Climber(Sketch(tight, anything, INF))
+    assert stored.seconds(outline) < climber.seconds(outline) < INF
+    found = climber.candidate(outline)
+    assert tight.fits(found)
+    assert 0 < sum(way.checkpoint for way in found.ways) < len(found.ways)

@@ -81,7 +81,9 @@ def test_first_plans_keep_to_pins(pin):
     profile = on_device(known_models.profile(known_models.transformer(4, 256), 2000.0, 64), cluster)
     prices = Prices(Space(profile, cluster, offered(), Request(gpus=16, global_batch=64, pins=(parse_pin(pin),))))
     pinned, inf = prices.space.pinned, float("inf")
-    for found in (on_fewer(prices, pinned, inf, inf), practice(prices, pinned), first_plans(prices, pinned, inf, inf)):
+    several = first_plans(prices, pinned, inf, inf)
+    assert several
+    for found in (on_fewer(prices, pinned, inf, inf), practice(prices, pinned), *several):
         assert found is not None
         assert prices.fits(found)
         assert all(pinned(i, way) for i, way in enumerate(found.ways))

@@ -69,7 +69,7 @@ class Budget:
     """Least seconds for which the ILP is started; in less it would not finish (0036)."""
     polish: float = 1 / 8
     """Share for a local search around an answer that is not proved, and for ties (0033)."""
-    polish_s: float = 0.25
+    polish_s: float = 0.5
     """Most seconds of that share (0033)."""
     effort: Effort = field(default_factory=Effort)
 

@@ -42,9 +42,8 @@ from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
 """Share added to the time of a uniform plan on fewer devices, so that the search can find the same plan itself."""
-_HOPELESS = 1.02
-"""A first plan of several stages that takes this multiple of the best plan is not improved: none of 15 such became
-faster than that plan (decision 0141)."""
+_HOPELESS = 1.05
+"""A first plan of several stages that takes this multiple of the best plan is not improved (decision 0177)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,14 +233,19 @@ class _Search:
         share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
         until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
         first_count = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
-        plan = first_plans(self.prices, self.allowed, self.best.limit / MS, until, first_count)
-        value = INF if plan is None else self.prices.of(plan).cost.total_s * MS
+        plans = first_plans(self.prices, self.allowed, self.best.limit / MS, until, first_count)
+        values = [self.prices.of(x).cost.total_s * MS for x in plans]
         if exchange is not None:
-            self.best.note_other(exchange.exchange(min(value, self.best.limit)))
-        if plan is not None and value < self.best.limit * _HOPELESS:
-            plan = improved(self.prices, plan, self.allowed, clock.counted() + self.budget.polish_s)
+            self.best.note_other(exchange.exchange(min([self.best.limit, *values])))
+        share_s = self.budget.polish * (self.ends - self.best.started)
+        for plan, value in zip(plans, values, strict=True):
+            if value < self.best.limit * _HOPELESS:  # a plan that is the best so far is improved at the end, too
+                most_s = self.budget.polish_s * (0.5 if value < self.best.limit else 1.0)
+                plan = improved(self.prices, plan, self.allowed, clock.counted() + min(share_s, most_s))
             value = self.prices.of(plan).cost.total_s * MS
-        return (plan, value) if value < self.best.limit else (None, INF)
+            if value < self.best.limit:
+                return plan, value
+        return None, INF
 
     def _search_singles(self) -> None:
         """Search single stages for a part of the time."""

@@ -12,8 +12,7 @@ no longer and comes first in this order:
 
 Times, work and peaks count as equal within one part in a billion: they are sums of many floating-point numbers. A
 change moves one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another
-style or on fewer ranks, runs one component otherwise in its layout, or has two components of a stage exchange their
-ways.
+style or on fewer ranks, or runs one component otherwise in its layout; many of a stage at once where that is faster.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ from itertools import accumulate, chain, combinations, pairwise, permutations
 from math import lcm
 from typing import Any
 
+import numpy as np
+
 from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
-from asa.ir.layout import MOST_WEIGHT, Layout, lowest_terms
+from asa.ir.layout import MOST_WEIGHT, lowest_terms
 from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.budget import ROUNDING as TIE
@@ -45,6 +46,8 @@ _MOST = 60
 """Most components of an answer that is changed: in longer chains ties are rare and changes expensive."""
 _CHANGES = 200
 """Most changes made to one answer."""
+_FRONT, _TRIED, _SLIGHTLY = 100, 20, 0.01
+"""Combinations kept behind a component, and tried; weight of a stage's own time where others decide the step."""
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
@@ -114,7 +117,7 @@ class _Around:
         self._stages: dict[_Stage, StagePrice] = {}
         self._orders: dict[object, tuple[float, ...]] = {}
         self._possible: dict[tuple[int, Way, int], bool] = {}
-        self._widths = set[tuple[int, int]]()
+        self._widths, self._turn = set[tuple[int, int]](), 0
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -138,14 +141,15 @@ class _Around:
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        moves = (self._coarse, self._relaid, self._partly, self._private, self._exchanged, self._fewer)
-        for other in chain.from_iterable(move(x) for move in moves):
-            if clock.counted() > until:
-                return None
-            taken_s = self.seconds(other, less_s)
-            if taken_s < less_s:
-                self.limit_s = taken_s * (1 + TIE)
-                return other
+        moves = (self._relaid, self._partly, self._packed, self._recut, self._coarse, self._private, self._fewer)
+        for move in (*moves[self._turn :], *moves[: self._turn]):  # the kind that helped last comes first
+            for other in move(x):
+                if clock.counted() > until:
+                    return None
+                taken_s = self.seconds(other, less_s)
+                if taken_s < less_s:
+                    self._turn, self.limit_s = moves.index(move), taken_s * (1 + TIE)
+                    return other
         return None
 
     def _stages_of(self, x: Candidate) -> list[_Stage]:
@@ -193,10 +197,17 @@ class _Around:
         """Seconds of a step; infinite where the plan does not fit, or a lower bound exceeds ``most_s``."""
         parts = self._stages_of(x)
         clock.count("plan", len(parts) + len(x.ways) / 4)
+        if any(self._room(part) < -TOLERANCE_GIB * GIB for part in parts):
+            return INF
+        return self._step_s(x, parts, most_s)
+
+    def _room(self, x: _Stage) -> float:
+        """Bytes that the ranks of a stage may hold beyond what they do; negative where it does not fit."""
+        return -self.prices.excess(self._price_of(x), x.first, x.width, x.busy)
+
+    def _step_s(self, x: Candidate, parts: Sequence[_Stage], most_s: float = INF) -> float:
+        """Seconds of a step of ``x`` with the stages ``parts``, whether or not they fit; infinite over ``most_s``."""
         stages = [self._price_of(s) for s in parts]
-        for part, stage in zip(parts, stages, strict=True):
-            if self.prices.excess(stage, part.first, part.width, part.busy) > TOLERANCE_GIB * GIB:
-                return INF
         if len(stages) == 1:
             return stages[0].cost.total_s
         m, schedule = x.num_microbatches, self.space.strategies.schedules[x.schedule]
@@ -213,7 +224,7 @@ class _Around:
 
     def changes(self, x: Candidate) -> Iterator[Candidate]:
         """All neighbours of ``x``, those with less to run first."""
-        return chain(self._fewer(x), self._coarse(x), self._private(x), self._exchanged(x))
+        return chain(self._fewer(x), self._coarse(x), self._private(x))
 
     def _coarse(self, x: Candidate) -> Iterator[Candidate]:
         if len(x.widths) > 1:
@@ -342,6 +353,46 @@ class _Around:
                 if other != way and self._able(i, other, x.num_microbatches):
                     yield x.with_way(i, other)
 
+    def _packed(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans in which many components of a stage have other ways with the same layouts, to save time."""
+        for s in range(len(x.widths)):
+            yield from self._combined(x, s, least_s=0.0)
+
+    def _recut(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans with other cuts, in which each stage that does not fit has other ways with the same layouts."""
+        for other in self._cut_elsewhere(x):
+            parts, new = self._stages_of(other), other
+            if self._step_s(other, parts, self.limit_s) < self.limit_s:
+                for s in (s for s, part in enumerate(parts) if self._room(part) < 0):
+                    new = next((y for y in self._combined(new, s, -INF) if self._room(self._stages_of(y)[s]) >= 0), new)
+                yield new
+
+    def _combined(self, x: Candidate, s: int, least_s: float) -> Iterator[Candidate]:
+        """Plans in which components of stage ``s`` have other ways with the same layouts: those that save most time,
+        over ``least_s`` seconds, in the memory there is, as in a knapsack, if what changes save and hold adds up."""
+        parts = self._stages_of(x)
+        part, offered = parts[s], list[list[Way]]()
+        saved_s, held, picked = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+        for k, way in enumerate(part.ways):
+            i, m = part.start + k, x.num_microbatches
+            some = [way, *(w for w in self.space.ways_in(i, way.layout) if w != way and self._able(i, w, m))]
+            stages = [replace(part, ways=(*part.ways[:k], w, *part.ways[k + 1 :])) for w in some]
+            slower_s = np.array([self._step_s(x, [*parts[:s], y, *parts[s + 1 :]]) for y in stages])
+            slower_s += _SLIGHTLY * np.array([self._price_of(y).cost.total_s for y in stages])
+            more = np.array([self._price_of(y).most for y in stages])
+            saved_s = np.add.outer(saved_s, slower_s[0] - slower_s).ravel()
+            held = np.add.outer(held, more - more[0]).ravel()
+            order = np.lexsort((held, -saved_s))
+            front = order[np.r_[True, held[order][1:] < np.minimum.accumulate(held[order])[:-1]]]
+            front = front[np.linspace(0, len(front) - 1, min(len(front), _FRONT)).astype(np.int64)]
+            picked = np.column_stack([picked[front // len(some)], front % len(some)])
+            saved_s, held = saved_s[front], held[front]
+            offered.append(some)
+            clock.count("stage")
+        for row in picked[(saved_s > least_s) & (held <= self._room(part))][:_TRIED].tolist():
+            ways = (some[j] for some, j in zip(offered, row, strict=True))
+            yield replace(x, ways=(*x.ways[: part.start], *ways, *x.ways[part.start + len(row) :]))
+
     def _relaid(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another layout, and the way there that is most like its own: first those
         with most parameters, in the layouts with fewest copies of them."""
@@ -353,16 +404,3 @@ class _Around:
                 other = min((v for v in some if self._able(i, v, m)), key=partial(difference, way), default=None)
                 if other is not None and other.layout != way.layout:
                     yield x.with_way(i, other)
-
-    def _exchanged(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans in which two components of a stage exchange their ways."""
-        m = x.num_microbatches
-        for a, b in zip(x.starts, (*x.starts[1:], self.n), strict=True):
-            layouts: dict[Layout, list[int]] = {}
-            for i in range(a, b):
-                layouts.setdefault(x.ways[i].layout, []).append(i)
-            for some in layouts.values():
-                for i, j in combinations(some, 2):
-                    one, other = x.ways[i], x.ways[j]
-                    if one != other and self._able(i, other, m) and self._able(j, one, m):
-                        yield x.with_way(i, other).with_way(j, one)

@@ -21,7 +21,7 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
 
 _BEST = 2
-"""Starting plans of the local search for each number of microbatches."""
+"""Starting plans of the local search for each number of microbatches, and plans that are returned."""
 _STEADY = 16
 """Microbatches after which a pipeline is taken to be in its steady state. The plan that is returned is timed in full.
 """
@@ -94,16 +94,15 @@ class Climber:
     def _price_stage(
         self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        if not self.sketch.possible(w, m, style)[a:b].all():
-            return None
-        uniform, room = self.sketch.uniform(w, m, style, first), self.space.room(first, w, self.gpus)
-        if style.checkpoint:
-            stored = self.sketch.uniform(w, m, replace(style, checkpoint=False), first)
-            needed = [i for i in range(a, b) if not self.sketch.allowed(i, stored.ways[i])]
-            found = stored.recomputed(uniform, a, b, flight, room, needed)
-        else:
-            times, peak = uniform.stage(a, b, flight)
-            found = (times, uniform) if peak <= room else None
+        sketch, room, found = self.sketch, self.space.room(first, w, self.gpus), None
+        plain, full = (replace(style, checkpoint=c) for c in (False, True))
+        stored = sketch.uniform(w, m, plain, first)
+        if sketch.possible(w, m, plain)[a:b].all():
+            times, peak = stored.stage(a, b, flight)
+            found = (times, stored) if peak <= room else None
+        if found is None and self.space.strategies.checkpoint and sketch.possible(w, m, full)[a:b].all():
+            needed = [i for i in range(a, b) if not sketch.allowed(i, stored.ways[i])]
+            found = stored.recomputed(sketch.uniform(w, m, full, first), a, b, flight, room, needed)
         if found is None:
             return None
         times, uniform = found
@@ -153,7 +152,6 @@ class Neighbours:
     def __init__(self, sketch: Sketch) -> None:
         self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
         self.widths = tuple(w for w in sketch.space.several(sketch.gpus) if w < sketch.gpus)
-        self._styles: dict[tuple[int, int], list[StageStyle]] = {}
 
     def of(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         """Neighbours of ``x``, the most promising first."""
@@ -182,9 +180,7 @@ class Neighbours:
                     yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
 
     def _offered(self, w: int, m: int) -> list[StageStyle]:
-        if (w, m) not in self._styles:
-            self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
-        return self._styles[w, m]
+        return [x for x in self.sketch.styles(w, m, save_memory=True) if not x.checkpoint]
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
         """The outline with width ``w`` for stage ``s``, in the style most like its own; None for an impossible
@@ -194,7 +190,7 @@ class Neighbours:
         old = x.styles[s]
         style = min(
             self._offered(w, x.num_microbatches),
-            key=lambda y: (y.strategy != old.strategy, y.checkpoint != old.checkpoint,
+            key=lambda y: (y.strategy != old.strategy,
                            abs(y.tensor - old.tensor) if old.tensor < x.widths[s] or old.tensor == 1 else -y.tensor),
         )  # fmt: skip
         return replace(
@@ -248,13 +244,13 @@ class Neighbours:
 
 def first_plans(
     prices: Prices, allowed: Allowed, best_s: float, ends: float, begin_with: int | None = None
-) -> Candidate | None:
-    """The best pipeline plan found until ``ends``, or None. Numbers of microbatches whose compute takes ``best_s``
-    seconds or more are skipped. ``begin_with``: the one to begin with; where None, about half as many as stages are
-    possible, and then one."""
+) -> list[Candidate]:
+    """The best pipeline plans found until ``ends``, fastest first. Numbers of microbatches whose compute takes
+    ``best_s`` seconds or more are skipped. ``begin_with``: the one to begin with; where None, about half as many as
+    stages are possible, and then one."""
     sketch = Sketch(prices, allowed, ends)
     if sketch.most_stages < 2:
-        return None
+        return []
     climber = Climber(sketch)
     counts = [m for m in prices.space.microbatches() if m <= MOST_IN_A_PIPELINE]
     likely = sorted(counts, key=lambda m: abs(np.log2(m / (begin_with or sketch.most_stages / 2))))
@@ -273,9 +269,6 @@ def first_plans(
             optimum = climber.climb(x, ends)
             optima[optimum] = climber.seconds(optimum)
             best_s = min(best_s, optima[optimum])
-    if not optima:
-        return None
-    candidate = climber.candidate(min(optima, key=optima.__getitem__))
-    m = candidate.num_microbatches
-    possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
-    return candidate if possible and prices.fits(candidate) else None
+    plans = [climber.candidate(x) for x in sorted(optima, key=optima.__getitem__)[:_BEST]]
+    return [x for x in plans if prices.fits(x) and all(w in prices.space.ways(
+        i, w.layout.width, x.num_microbatches, allowed) for i, w in enumerate(x.ways))]  # fmt: skip

@@ -2,7 +2,7 @@
 
 Prices of memory (:mod:`asa.planner.stage.dual`) find choices that leave some memory unused: at one price, every
 component that may give up memory for time does so, even if it need not. Here the unused memory goes to the change that
-gains most. If a larger gain does not fit, another component gives up memory for it.
+gains most. Exchanges of memory between components follow at the end (:mod:`asa.planner.answer.canonical`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import numpy as np
 from asa.planner.budget import ROUNDING
 from asa.planner.stage import dual
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
-
-_TRIED = 3
-"""Number of a component's changes that do not fit, the fastest ones, for which memory is freed elsewhere."""
 
 
 class Descent:
@@ -34,49 +31,19 @@ class Descent:
 
     def by_one(self) -> None:
         """Apply the change of one component that gains most, until none gains."""
-        while (change := self._best_change()) is not None:
-            self._set_choice(self._with(*change))
-
-    def by_two(self) -> None:
-        """Also apply changes of two components: a fast one that does not fit, and one that frees memory for it."""
-        self.by_one()
-        while (picked := self._best_pair()) is not None:
+        while (picked := self._best_change()) is not None:
             self._set_choice(picked)
-            self.by_one()
 
-    @property
-    def _gaining(self) -> float:
-        return self.value - ROUNDING * abs(self.value)
-
-    def _with(self, i: int, row: int) -> list[int]:
-        return [*self.picked[:i], row, *self.picked[i + 1 :]]
-
-    def _best_change(self, least: float | None = None, but: int = -1) -> tuple[int, int] | None:
-        """(component, row) of the change, in a component other than ``but``, after which everything fits in the least
-        ms, below ``least`` or what gains at all; None if there is none."""
-        least, change = self._gaining if least is None else least, None
-        for i in (i for i in range(self.x.n) if i != but):
+    def _best_change(self) -> list[int] | None:
+        """The choice with one change that fits in the least ms; None if no change gains."""
+        least, changed = self.value - ROUNDING * abs(self.value), None
+        for i in range(self.x.n):
             values, fits = self.alternatives(i)
             values = np.where(fits, values, INF)
             row = int(values.argmin())
             if values[row] < least:
-                least, change = float(values[row]), (i, row)
-        return change
-
-    def _best_pair(self) -> list[int] | None:
-        """A choice with two changes that gain together; None if there is none."""
-        least = self._gaining
-        for i in range(self.x.n):
-            values, fits = self.alternatives(i)
-            values = np.where(fits, INF, values)
-            for row in np.argsort(values)[:_TRIED].tolist():
-                if values[row] >= least:
-                    break
-                overfull = Descent(self.x, self._with(i, row))
-                change = overfull._best_change(least, i)
-                if change is not None:
-                    return overfull._with(*change)
-        return None
+                least, changed = float(values[row]), [*self.picked[:i], row, *self.picked[i + 1 :]]
+        return changed
 
     def alternatives(self, i: int) -> tuple[Any, Any]:
         """(ms, fits) for each row of component i in place of its own: ms of a step, and whether it fits."""

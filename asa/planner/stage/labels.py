@@ -23,8 +23,8 @@ _FEW, _MANY, _MOST = 250, 2_000, 20_000
 """Number of labels kept behind a component: in the first pass, which searches; then in passes that prove."""
 _STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
 """Subgradient steps before the first pass; how often they begin again; relative gain below which they do not."""
-_SMALL, _FAR = 100, 1.03
-"""Components up to which a choice is improved locally; value over bound from which on by two changes at a time."""
+_SMALL = 100
+"""Components up to which a choice is improved locally."""
 _ONCE = (0.0, 0.0, 0.0, 1.0)
 """Weights of the times of a stage that is alone: all of its time counts once per step."""
 
@@ -69,11 +69,9 @@ class Solver:
             self._descend()
 
     def _descend(self) -> None:
-        """Improve the choice that was met; by two changes at a time if it is far from the bound."""
+        """Improve the choice that was met."""
         descent = Descent(self.x, self.picked)
         descent.by_one()
-        if descent.value > self.bound * _FAR:
-            descent.by_two()
         if descent.value < self.value:
             self.value, self.picked = descent.value, descent.picked
 
