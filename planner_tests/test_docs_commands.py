@@ -105,7 +105,7 @@ def test_the_program_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
 
 def test_the_pages_on_programs_can_be_taken_in_at_once() -> None:
     """At most 90 lines, and 800 words."""
-    for name in ("python", "loop", "losses", "models", "job"):
+    for name in ("python", "loop", "losses", "models", "parameters", "job"):
         text = (ROOT / "docs" / f"{name}.md").read_text()
         assert (len(text.splitlines()) <= 90, len(text.split()) <= 800) == (True, True), name
 
