@@ -60,6 +60,40 @@ def test_curves_by_hand_say_the_time_to_a_target(place, capsys):
         capsys.readouterr()
 
 
+def _measured(place: Path, seeds: int) -> None:
+    """Curves in which ``local_sgd`` reaches the target after 10 global batches and plain training after 30."""
+    file = place / "mine.sgd.staleness.json"
+    curves = json.loads(file.read_text())
+
+    def runs(*accuracies: float) -> list[dict[str, object]]:
+        return [{"seed": s, "losses": [1.2, 0.4, 0.3], "accuracies": accuracies} for s in range(seeds)]
+
+    curves["curves"] = [
+        {"setting": {}, "runs": runs(0.5, 0.8, 0.91)},
+        {"setting": {"workers": 4, "period": 4}, "runs": runs(0.91, 0.92, 0.93)},
+    ]
+    file.write_text(json.dumps(curves))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "more", "chosen"),
+    [
+        (3, (), "local_sgd"),
+        (2, (), None),
+        (3, ("--strategies", "ddp"), None),
+        (3, ("--consistency", "synchronous"), None),
+    ],
+)
+def test_with_a_target_the_discipline_that_surely_reaches_it_first_is_planned(place, capsys, seeds, more, chosen):
+    _measured(place, seeds)
+    asked = ["plan", "profile.json", "--cluster", "cluster.json", "--global-batch", "64", "--time-limit", "1s"]
+    assert entry.run([*asked, "--consistency", "any", "--target", "accuracy=0.9", "--json", "-o", "p.json", *more]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert json.loads((place / "p.json").read_text()).get("consistency", {}).get("name") == chosen
+    said = [n for n in made["notes"] if n.startswith("chosen for accuracy=0.9: local_sgd takes")]
+    assert len(said) == (chosen is not None)
+
+
 def test_a_preset_that_was_shown_can_be_changed(place, capsys):
     assert entry.run(["cluster", "show", "a100-nvlink-8", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

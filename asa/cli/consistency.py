@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
+from asa.errors import AsaError
 from asa.ir.cluster import Cluster
+from asa.ir.consistency import is_discipline
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import Staleness
 from asa.planner import Request
 from asa.planner.answer.consistency import Consistency, ConsistencyRow, compare, curves_for
 from asa.report import consistency as report
+from asa.report.units import seconds
 
-__all__ = ["compared", "report"]
+__all__ = ["chosen", "compared", "report"]
 
 
 def _priced(row: ConsistencyRow, price: float | None, devices: int) -> ConsistencyRow:
@@ -47,3 +51,36 @@ def compared(
     devices = [answer.num_ranks, *([request.gpus] * (len(table.rows) - 1))]  # the plan comes first, and may use fewer
     rows = (_priced(row, args.price, count) for row, count in zip(table.rows, devices, strict=True))
     return replace(table, rows=tuple(rows)), used if isinstance(used, Staleness) else None
+
+
+def chosen(
+    table: Consistency, console: Console, profile: Profile, cluster: Cluster, request: Request
+) -> tuple[list[Plan], Consistency]:
+    """Plans under the discipline that ``table`` says reaches the target surely before all synchronous training, and the
+    table for them. No plans where there is no such discipline, or the user named strategies: plans stay synchronous."""
+    from asa.planner import plan
+    from asa.strategies import offered
+
+    row = next((r for r in table.rows if r.name == table.first), None)
+    if row is None or row.exact or not table.surely or not is_discipline(row.name) or request.strategies:
+        return [], table
+    try:
+        plans = plan(profile, cluster, offered(), replace(request, strategies=(row.name,)))
+    except AsaError as error:
+        console.say(f"asa: {row.name} reaches {table.target} first, and there is no plan under it: {error}")
+        return [], table
+    first, *others = table.rows
+    table = replace(table, rows=(replace(first, name=first.name.replace("this plan", "synchronous plan")), *others))
+    best = min((r for r in table.rows if r.exact), key=_mean)
+    reason = (
+        f"chosen for {table.target}: {row.name} takes {seconds(_mean(row))} to it, {best.name} {seconds(_mean(best))}; "
+        "--consistency synchronous keeps to plans that train as one device does"
+    )
+    space = f"{row.name} alone: it reaches {table.target} first"
+    plans = [replace(p, certificate=replace(p.certificate, space=space), notes=(*p.notes, reason)) for p in plans]
+    return plans, table
+
+
+def _mean(row: ConsistencyRow) -> float:
+    time = row.time_to_target
+    return math.inf if time is None or time.mean_s is None else time.mean_s

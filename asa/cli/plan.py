@@ -42,6 +42,12 @@ def run(args: Arguments, console: Console) -> None:
     profile, cluster = _profile_and_cluster(args, console)
     request = _request(args, profile, cluster)
     plans = _plans(args, console, profile, cluster, request)
+    compared = _compared(args, console, profile, cluster, request, plans[0])
+    if compared[0] is not None and args.consistency == "any" and not args.verify:
+        from asa.cli import consistency
+
+        found, table = consistency.chosen(compared[0], console, profile, cluster, request)
+        plans, compared = found or plans, (table, compared[1])
     answer = plans[0]
     path = path or places.plan_path(answer)
     places.save_plan(answer, path, console)
@@ -54,7 +60,7 @@ def run(args: Arguments, console: Console) -> None:
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
-    studies = _studies(args, console, profile, cluster, request, answer)
+    studies = _studies(args, console, profile, cluster, request, answer, compared)
     data |= studies.data
     shares = step_shares(answer, profile, cluster, offered())
     console.result(data, lambda: [*report.render(answer, verbose=args.verbose, shares=shares), *more, *studies.shown])
@@ -171,13 +177,25 @@ class _Studies:
     consistency: tuple[Consistency | None, Staleness | None] = (None, None)
 
 
-def _studies(
+def _compared(
     args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request, answer: Plan
-) -> _Studies:
-    """The frontiers, and the comparison of disciplines of consistency, as far as asked for."""
+) -> tuple[Consistency | None, Staleness | None]:
+    """The comparison of disciplines of consistency with ``answer``, and its curves, as far as asked for."""
+    if args.consistency != "any" and args.target is None:
+        return None, None
+    from asa.cli import consistency
+
+    return consistency.compared(args, console, profile, cluster, request, answer)
+
+
+def _studies(
+    args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request, answer: Plan,
+    compared: tuple[Consistency | None, Staleness | None],
+) -> _Studies:  # fmt: skip
+    """The frontiers, as far as asked for, and what was ``compared``."""
     from asa.report import frontier as curves
 
-    studies = _Studies()
+    studies = _Studies(consistency=compared)
     if args.frontier or args.price:
         console.say("asa: the curve takes several more searches, each about as long as the first")
         studies.curve = _frontier(args, profile, cluster, request, answer)
@@ -185,13 +203,11 @@ def _studies(
         studies.shown += curves.render(studies.curve, epochs=args.epochs)
         if args.epochs:
             studies.data["epochs"] = args.epochs
-    if args.consistency == "any" or args.target is not None:
+    if compared[0] is not None:
         from asa.cli import consistency
 
-        table, known = consistency.compared(args, console, profile, cluster, request, answer)
-        studies.consistency = (table, known)
-        studies.data["consistency"] = codec.to_data(table)
-        studies.shown += consistency.report.render(table)
+        studies.data["consistency"] = codec.to_data(compared[0])
+        studies.shown += consistency.report.render(compared[0])
     return studies
 
 
@@ -341,7 +357,8 @@ VERBS = (
             ),
             Option(
                 name="consistency",
-                help="any: also compare methods in which workers do not wait for each other at every step",
+                help="any: also compare methods in which workers do not wait for each other at every step; with "
+                "--target, plan the one that surely reaches it first",
                 choices=("synchronous", "any"),
                 default="synchronous",
             ),

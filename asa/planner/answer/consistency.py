@@ -155,7 +155,7 @@ def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
 
     worst = at(first, first.steps.high) if first.steps and first.steps.seeds > 2 else None
     others = [at(r, r.steps.low) for r in rows if r.exact and r.steps]
-    return first.exact or (worst is not None and all(o is not None and worst < o for o in others))
+    return first.exact or (worst is not None and bool(others) and all(o is not None and worst < o for o in others))
 
 
 def curves_for(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:

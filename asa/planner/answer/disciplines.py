@@ -1,7 +1,7 @@
 """Plans under a discipline of consistency: data parallelism, a pipeline or groups, and which worker waits for which.
 
-Disciplines change what training converges to, so the planner never chooses one: the user names it, and names no other
-strategy beside it, except for what runs inside groups.
+Disciplines change what training converges to, so the search never chooses one: it is named, and no other strategy
+beside it, except for what runs inside groups.
 """
 
 from __future__ import annotations
