@@ -3,7 +3,6 @@ two models in one loop, copies, compiled modules. Either it is as on one device,
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 import warnings
@@ -228,7 +227,6 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Step, str]] = {
     "hook, zero3": ("zero3", hook_early, plain_step, "second.weight has a hook on its gradient"),
     "hook, afterwards": ("zero3", small, hook_late, "would never run"),
     "accumulated": ("ddp", hook_accumulated, plain_step, "second.weight has a hook that runs when"),
-    "copied": ("ddp", small, lambda net, *_: copy.deepcopy(net), "save model.state_dict"),
     "pickled": ("zero3", small, lambda net, *_: pickle.dumps(net), "save model.state_dict"),
 }
 

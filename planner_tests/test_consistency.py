@@ -14,6 +14,7 @@ import training
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import asa
 from asa.api.planned import _widened
@@ -96,6 +97,54 @@ def test_local_sgd_trains_as_the_optimizer_that_torch_has_for_it():
     ours, of_torch = run_ranks(2, _local_sgd_of_torch, under("local_sgd:period=2"), threads=1, timeout_s=60)[0]
     assert set(ours) == set(of_torch)
     for name, weights in of_torch.items():
+        torch.testing.assert_close(ours[name], weights, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def _overlapped(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights after four steps of ``plan``, whose period is 3, by asa and by hand: both workers' changes of three steps
+    are averaged during ``overlap`` steps, and those of the steps since at the end."""
+    found, samples, workers = _weights(rank, [plan]), 16, 2
+    d = plan.consistency
+    assert d is not None
+    models = [build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0).double() for _ in range(workers)]
+    rate = equivalence.LEARNING_RATE[plan.optimizer]
+    inner = [build_optimizer(plan.optimizer, list(m.parameters()), lr=rate) for m in models]
+    outer = torch.nn.Parameter(parameters_to_vector(models[0].parameters()).detach().clone())
+    outer_steps = torch.optim.SGD([outer], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0)
+    sent = [outer.detach().clone()] * workers
+
+    def send() -> None:
+        sent[:] = [parameters_to_vector(m.parameters()).detach().clone() for m in models]
+
+    def receive() -> None:
+        outer.grad = torch.stack([outer.detach() - s for s in sent]).mean(0)
+        outer_steps.step()
+        for model, then in zip(models, sent, strict=True):
+            now = parameters_to_vector(model.parameters()).detach()
+            vector_to_parameters(outer.detach() + (now - then), model.parameters())
+
+    for step in range(4):
+        x, y = equivalence._batch(plan, samples, step, torch.float64)
+        for worker, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.chunk(workers)[worker]), y.chunk(workers)[worker]).backward()
+            optimizer.step()
+        if step == 2:
+            send()
+        if step == 2 + d.overlap:
+            receive()
+    send()
+    receive()
+    return (found[0] if rank == 0 else {}), dict(models[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    "text", ["diloco:period=3:overlap=1", "diloco:period=3:overlap=1:outer_momentum=0", "diloco:period=3"]
+)
+def test_steps_that_overlap_with_an_average_are_added_to_its_result(text):
+    ours, by_hand = run_ranks(2, _overlapped, under(text), threads=1, timeout_s=60)[0]
+    assert set(ours) == set(by_hand)
+    for name, weights in by_hand.items():
         torch.testing.assert_close(ours[name], weights, rtol=1e-12, atol=1e-14, msg=name)
 
 
@@ -284,6 +333,10 @@ def test_a_rate_makes_up_for_less_momentum_but_never_above_the_peak_of_its_sched
         ("diloco:outer_momentum=1", "it must be below 1"),
         ("diloco:message=fp8", "message is one of fp32, int8"),
         ("diloco:period=10:fragments=3", "a multiple of the fragments"),
+        ("diloco:period=10:fragments=2:overlap=5", "overlap is 5; it must be less than the 5 steps from one average"),
+        ("diloco:period=10:overlap=-1", "overlap is -1; it must be at least 0"),
+        ("diloco:period=10:overlap=2:quorum=2", "overlap is 2; leave out quorum"),
+        ("fedavg:overlap=1", "is not a parameter of fedavg"),
         ("ps_async:window=3", "not a parameter of ps_async"),
         ("ps_async:servers", "'servers' is not a parameter of ps_async with a value"),
         ("fedavg:fraction=2", "at most 1"),

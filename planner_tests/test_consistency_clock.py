@@ -106,6 +106,7 @@ speeds = st.lists(st.floats(0.2, 3.0), min_size=1, max_size=5).map(tuple)
 told = st.sampled_from(
     ["ps_sync", "ps_async", "ps_async:servers=2", "ps_bounded", "ps_bounded:window=1", "ps_bounded:window=0",
      "ps_bounded:window=2:max_age=1", "downpour", "hogwild", "local_sgd", "diloco:period=6:fragments=2:message=int8",
+     "diloco:period=6:fragments=2:overlap=2",
      "fedavg:period=3"]
 )  # fmt: skip
 
@@ -167,6 +168,11 @@ def test_a_quorum_does_not_wait_for_a_worker_that_is_lost():
 def test_longer_periods_send_less():
     times = [step_time(f"local_sgd:period={p}", meeting=1.0) for p in (1, 2, 4, 8)]
     assert times == pytest.approx([2.0, 1.5, 1.25, 1.125])
+
+
+def test_steps_that_overlap_with_an_average_hide_it():
+    times = [step_time(f"diloco:period=4:overlap={o}", meeting=2.0) for o in (0, 1, 2, 3)]
+    assert times == pytest.approx([1.5, 1.25, 1.0, 1.0])
 
 
 def test_refusals():

@@ -78,9 +78,12 @@ def test_groups_that_meet_in_every_step_train_as_one_device_whatever_is_inside()
     assert any((w - reference[k]).abs().max() > 1e-6 for k, w in later.items() if w.is_floating_point())
 
 
-@pytest.mark.parametrize("inside", ["tensor", "zero1"])
-def test_a_run_in_groups_goes_on_as_if_it_had_not_ended(tmp_path: Path, inside: str):
-    plan = _in_groups(_inside()[inside], "diloco:period=2:groups=2")
+@pytest.mark.parametrize(
+    ("inside", "text"),
+    [("tensor", "diloco:period=2:groups=2"), ("zero1", "diloco:period=4:fragments=2:overlap=1:groups=2")],
+)
+def test_a_run_in_groups_goes_on_as_if_it_had_not_ended(tmp_path: Path, inside: str, text: str):
+    plan = _in_groups(_inside()[inside], text)
     assert codec.loads(Plan, codec.dumps(plan), source="here") == plan
     whole = of(run(plan, tmp_path), "epoch")
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000010")

@@ -80,8 +80,8 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "hogwild": {"momentum": None},
     "local_sgd": {"period": 4, "growth": 0.0, "quorum": None, "grace_s": 1.0, "groups": None},
     "diloco": {
-        "period": 50, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "message": "fp32", "quorum": None,
-        "grace_s": 1.0, "groups": None,
+        "period": 50, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "overlap": 0, "message": "fp32",
+        "quorum": None, "grace_s": 1.0, "groups": None,
     },
     "fedavg": {
         "period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32", "quorum": None, "grace_s": 1.0,
@@ -123,6 +123,8 @@ class Discipline:
         outer_rate, outer_momentum: learning rate and momentum of the outer optimizer, which is SGD, with Nesterov
             momentum if ``outer_momentum`` is above 0.
         fragments: number of parts of the weights; one of them is averaged every ``period / fragments`` steps.
+        overlap: number of steps that a worker computes while an average is on its way; 0 if it waits. Less than
+            ``period / fragments``.
         message: number format of the messages when averaging: ``fp32``, or ``int8`` with one scale per tensor.
         quorum: number of workers that an average needs; None for all. With a quorum it waits ``grace_s`` more seconds
             for the others.
@@ -144,6 +146,7 @@ class Discipline:
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
     fragments: int = 1
+    overlap: int = 0
     message: Message = "fp32"
     quorum: int | None = None
     grace_s: float = 0.0
@@ -167,6 +170,7 @@ class Discipline:
                 "grace_s",
                 "fraction",
                 "spread",
+                "overlap",
             ),
             0,
         ) | dict.fromkeys(("period", "fragments", "quorum"), 1)
@@ -194,6 +198,12 @@ class Discipline:
             raise UsageError(
                 f"{name}: a quorum meets for all weights at once, asked for {self.fragments} fragments too"
             )
+        if self.overlap and (self.quorum is not None or self.overlap >= self.period // self.fragments):
+            remedy = (
+                "leave out quorum" if self.quorum is not None else
+                f"it must be less than the {self.period // self.fragments} steps from one average to the next"
+            )  # fmt: skip
+            raise UsageError(f"{name}: overlap is {self.overlap}; {remedy}")
         if self.period > LONGEST:
             raise UsageError(f"{name}: period is {self.period}; it must be at most {LONGEST}")
         if self.period % self.fragments:
@@ -333,7 +343,8 @@ class Discipline:
         if self.waiting == "local":
             part = min(1.0, 1 / self.fragments + (largest if self.fragments > 1 else 0.0))
             copies = 3.25 + 2.25 * workers if int8 else 3.0
-            return Held(lasting=1.0 + outer, exchanged=max(copies * part, words))
+            sent = 1.0 + (0.25 * (workers + 1) if int8 else 1.0) if self.overlap else 0.0  # weights of then, messages
+            return Held(lasting=1.0 + outer + sent * part, exchanged=max(copies * part, words))
         return Held()
 
     def check(self, compression: str, precision: str) -> None:

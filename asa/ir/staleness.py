@@ -333,7 +333,7 @@ def _pushed(discipline: Discipline) -> int:
 def _is_averaged(d: Discipline) -> bool:
     """Whether workers average in whole numbers at a fixed period, on data of the same distribution."""
     fixed = d.waiting == "local" and not d.growth and not d.spread and d.fraction == 1
-    return fixed and d.message == "fp32" and d.fragments == 1 and d.quorum is None
+    return fixed and d.message == "fp32" and d.fragments == 1 and d.overlap == 0 and d.quorum is None
 
 
 def settings_of(discipline: Discipline, workers: int, momentum: float) -> tuple[Setting, ...]:
@@ -357,7 +357,7 @@ def settings_of(discipline: Discipline, workers: int, momentum: float) -> tuple[
         return (Setting(workers=workers, period=discipline.period, outer_rate=rate, outer_momentum=outer),)
     raise UsageError(
         f"what {discipline} does to convergence is not measured on one device; ask for ps_async, ps_bounded, hogwild, "
-        "downpour, local_sgd, diloco or fedavg, without growth, fragments, quorum, fraction, spread or int8"
+        "downpour, local_sgd, diloco or fedavg, without growth, fragments, overlap, quorum, fraction, spread or int8"
     )
 
 

@@ -1,7 +1,8 @@
 """Simulation of workers that train independently for a period and then average their weights, round by round.
 
 An averaging round (meeting) begins when all workers have arrived, or when a quorum has arrived and the grace time is
-over. It takes ``meeting_s`` seconds; then its workers continue. A worker that arrives later takes part in the next one.
+over. It takes ``meeting_s`` seconds; then its workers continue, or, with an overlap, they have computed meanwhile. A
+worker that arrives later takes part in the next one.
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Play
     quorum = discipline.quorum or count
     chosen = max(1, math.ceil(discipline.fraction * count - 1e-9))
 
-    def next_arrival(w: int, now: float) -> float:
-        return now + draws.steps(w, period) + period * machine.workers[w].update_s
+    def steps_s(w: int, number: int) -> float:
+        return draws.steps(w, number) + number * machine.workers[w].update_s if number else 0.0
 
     now, applied, pushed = 0.0, 0.0, 0
-    at = [next_arrival(w, 0.0) for w in range(count)] if chosen == count else [math.inf] * count
+    at = [steps_s(w, period) for w in range(count)] if chosen == count else [math.inf] * count
     waited, finished = [0.0] * count, [[] for _ in range(count)]  # type: list[float], list[list[tuple[float, float]]]
     while applied < steps * machine.rows * (1 - 1e-12):
         if chosen < count:
             at = [math.inf] * count
             for w in chance.sample(range(count), chosen):
-                at[w] = next_arrival(w, now)
-        order = sorted(range(count), key=at.__getitem__)
-        joins = [w for w in order if at[w] < math.inf]
+                at[w] = now + steps_s(w, period)
+        joins = sorted((w for w in range(count) if at[w] < math.inf), key=at.__getitem__)
         last = at[joins[-1]]
         closes = last if quorum >= len(joins) else min(last, max(now, at[joins[quorum - 1]]) + discipline.grace_s)
         in_time = [w for w in joins if at[w] <= closes]
@@ -45,15 +45,13 @@ def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Play
         now = closes + averaging_s
         for w in in_time:
             rows = machine.workers[w].rows * period
-            waited[w] += closes - at[w]
+            overlapped = at[w] + steps_s(w, discipline.overlap)
+            waited[w] += max(0.0, closes - overlapped)
             applied += rows
             finished[w].append((now, rows))
-            at[w] = next_arrival(w, now)
+            at[w] = max(overlapped, now) + steps_s(w, period - discipline.overlap)
     rate = late_rate([f for f in finished if f])
     return Played(
-        seconds=now,
-        steps=applied / machine.rows,
-        step_time_s=machine.rows / rate if rate > 0 else math.inf,
-        ages=(pushed,),
-        waited=tuple(w / now for w in waited),
-    )
+        seconds=now, steps=applied / machine.rows, step_time_s=machine.rows / rate if rate > 0 else math.inf,
+        ages=(pushed,), waited=tuple(w / now for w in waited),
+    )  # fmt: skip
