@@ -20,7 +20,7 @@ from asa.planner.pipeline.sketch import INF, PipelineOutline, Sketch, StageStyle
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
 
-_BEST, _RETURNED = 3, 2
+_BEST = 2
 """Starting plans of the local search for each number of microbatches, and plans that are returned."""
 _STEADY = 16
 """Microbatches after which a pipeline is taken to be in its steady state. The plan that is returned is timed in full.
@@ -269,6 +269,6 @@ def first_plans(
             optimum = climber.climb(x, ends)
             optima[optimum] = climber.seconds(optimum)
             best_s = min(best_s, optima[optimum])
-    plans = [climber.candidate(x) for x in sorted(optima, key=optima.__getitem__)[:_RETURNED]]
+    plans = [climber.candidate(x) for x in sorted(optima, key=optima.__getitem__)[:_BEST]]
     return [x for x in plans if prices.fits(x) and all(w in prices.space.ways(
         i, w.layout.width, x.num_microbatches, allowed) for i, w in enumerate(x.ways))]  # fmt: skip
