@@ -1,7 +1,8 @@
 # make setup   a virtual environment in .venv with everything pinned (quick the second time)
 # make demo    setup, then the main job on what this machine has: profile, plan, train, compare -> report.html
 # make test    setup, then make check; what CI runs
-# make check   ruff, mypy, import-linter, pytest
+# make check   ruff, mypy and import-linter, and beside them pytest
+# make tables  the cases of tables that `make check` leaves out: more of kinds that it tests
 # make test-install  build the wheel, install it into fresh environments of every Python here, plan in an empty folder
 # make engines the jobs of `asa launch` on torchrun, Slurm, Ray and by Kubernetes' schemas, on this machine
 # make faults  what must hold when ranks die, hang or report nonsense, when files are damaged, when a disk is full
@@ -24,7 +25,7 @@ DEMO_MODEL ?= vgg16
 DEMO_GPUS ?= 2
 DEMO_BATCH ?= 64
 
-.PHONY: setup demo test test-install engines faults check lint types floors pytest golden samples gpu standin clean
+.PHONY: setup demo test test-install engines faults check lint types floors pytest tables golden samples gpu standin clean
 
 setup: $(STAMP)
 
@@ -50,7 +51,9 @@ test-install: setup
 engines: setup
 	$(BIN)/python benchmarks/engines.py
 
-check: lint types floors pytest
+# Two at a time: what checks types needs one core and a minute of two. All end before a failure is reported.
+check:
+	@$(MAKE) --no-print-directory --jobs=2 lint types floors pytest
 
 lint:
 	$(BIN)/ruff check asa planner_tests benchmarks
@@ -62,8 +65,12 @@ types:
 floors:
 	$(BIN)/lint-imports
 
+# Three processes on two cores: tests of lost, late and hanging ranks wait, and leave a core idle.
 pytest:
-	$(BIN)/python -m pytest -m 'not gpu and not standin' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not gpu and not standin and not table' --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+tables: setup
+	$(BIN)/python -m pytest -m table --numprocesses 2 --dist worksteal
 
 FAULTS := faults launch ending recovery restart checkpoint corrupt bad_files bad_input zoo_download zoo_files idle migration adapt_laws
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from asa.api.across import gather, mean_over, reduce
-    from asa.api.checks import check
-    from asa.api.files import load, save
-    from asa.api.job import Job
-    from asa.api.loop import parallelize
-    from asa.api.planning import plan
+    from asa.api.job.job import Job
+    from asa.api.loop.checks import check
+    from asa.api.loop.parallelize import parallelize
+    from asa.api.losses.across import gather, mean_over, reduce
+    from asa.api.plans.planning import plan
+    from asa.api.tensors.files import load, save
     from asa.errors import AsaError
     from asa.ir.cluster import Cluster
     from asa.ir.plan import Plan
@@ -39,17 +39,17 @@ __all__ = [
 _HOME = {
     "AsaError": "asa.errors",
     "Cluster": "asa.ir.cluster",
-    "Job": "asa.api.job",
+    "Job": "asa.api.job.job",
     "Plan": "asa.ir.plan",
     "Profile": "asa.ir.profile",
-    "check": "asa.api.checks",
-    "gather": "asa.api.across",
-    "load": "asa.api.files",
-    "mean_over": "asa.api.across",
-    "parallelize": "asa.api.loop",
-    "plan": "asa.api.planning",
-    "reduce": "asa.api.across",
-    "save": "asa.api.files",
+    "check": "asa.api.loop.checks",
+    "gather": "asa.api.losses.across",
+    "load": "asa.api.tensors.files",
+    "mean_over": "asa.api.losses.across",
+    "parallelize": "asa.api.loop.parallelize",
+    "plan": "asa.api.plans.planning",
+    "reduce": "asa.api.losses.across",
+    "save": "asa.api.tensors.files",
 }
 """Module of each exported name. Imported at first use (PEP 562), so that ``import asa`` costs nothing."""
 

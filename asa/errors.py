@@ -68,9 +68,11 @@ class UnavailableError(AsaError):
 class WorkersFailedError(AsaError):
     """A worker process died, hung or disagreed. ``rank``: the first one known to have caused it; ``step``: the step it
     was in (0: none yet; None: unknown); ``signal``: the signal that killed it, if any. ``lost``: it is gone, or hangs;
-    ``raised``: it failed with an error outside asa's code, which may not occur again."""
+    ``raised``: it failed with an error outside asa's code, which may not occur again. ``stopping``: ranks were asked to
+    stop before."""
 
     exit_code: ClassVar[int] = 6
+    stopping = False
 
     def __init__(
         self,

@@ -235,7 +235,8 @@ def laws(profile: Profile, cluster: Cluster, request: Request, before: Plan, rng
         space = Annealing(profile, ordered, offered(), asked, rng, after.certificate.space)
         searched = space.several_widths if len(before.stages) > 1 else space.single_widths
         if all(len(s.ranks) in searched for s in before.stages):  # else the plan of before is not in the space of after
-            pairs.append(("one device more", before, after))
+            priced = verify(replace(before, gpus=asked.gpus), profile, cluster, offered())  # with so many devices busy
+            pairs.append(("one device more", replace(before, prediction=priced), after))
     if request.memory_bytes is not None:
         more["more memory"] = (cluster, replace(request, memory_bytes=int(1.15 * request.memory_bytes)))
     if cluster.devices is not None:
@@ -252,7 +253,7 @@ def laws(profile: Profile, cluster: Cluster, request: Request, before: Plan, rng
     if not request.pins:
         less["a pin less"] = replace(request, pins=(pin,))
         less["any strategy"] = replace(request, strategies=(rng.choice(["ddp", "fsdp", "tensor", "1f1b", "hybrid"]),))
-    if request.microbatches is None:
+    if request.microbatches is None and 2 * before.num_microbatches <= request.global_batch:
         less["any microbatches"] = replace(request, microbatches=2 * before.num_microbatches)
     for name, asked in less.items():
         try:

@@ -23,7 +23,7 @@ from typing import Any
 from reliability import Outcome, StatedInterval, chart, scores
 
 from asa.planner.answer.posterior import TIE
-from asa.report.page import draw
+from asa.report.pages.bench import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"

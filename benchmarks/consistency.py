@@ -9,9 +9,13 @@ JSON line; cells that are there already are not run again.
     python -m benchmarks.consistency -o CELLS [--ranks 4] [--rest 0.2] [--epochs 3] [--seeds 1] [--only A,B]
     python -m benchmarks.consistency -o CELLS --record FILE [--curves STALENESS --targets accuracy=0.8]
 
-What a step takes beside the rest (computing, messages, the loop) is measured in a run of ``ps_sync`` and one of ``ddp``
-whose ranks all rest alike, and handed to the clock with the rests. Steps to the target are from the curves, which are
-measured on one device. Nothing is fitted to the runs that are foretold.
+With ``--megabits`` (and ``--model local_steps:wide``) every rank has a network of its own, whose link carries so much.
+Messages are then as long as the weights take on such a link, and only the time beside them is measured.
+
+What a step takes beside the rest is measured in three runs whose ranks all rest alike, and handed to the clock with the
+rests: one of workers that average once an epoch (computing and the loop), one of ``ddp`` (an average beside that) and
+one of ``ps_async`` (a push and a pull beside that, without waiting for others). Steps to the target are from the
+curves, which are measured on one device. Nothing is fitted to the runs that are foretold.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,14 +53,19 @@ BATCH = 64
 SAMPLES = 1437
 """Images of digits to train on."""
 FORETOLD = ("ps_sync", "ps_async", "ps_bounded", "downpour", "local_sgd", "local_sgd:period=16", "diloco:period=22")
-MODELS = {name: (name, "--input", "1x8x8", "--classes", "10") for name in ("logistic", "cnn")}
+ALIKE = ("local_sgd:period=22", "ddp", "ps_async")
+"""Runs of ranks that rest alike: workers that average once an epoch, in every step, and at a server."""
+WIDE = "local_steps:wide"
+"""A model whose messages are long: 4.35 million weights. It needs PYTHONPATH=benchmarks."""
+WIDE_BYTES = 4 * (64 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10)
+MODELS = {name: (name, "--input", "1x8x8", "--classes", "10") for name in ("logistic", "cnn", WIDE)}
 
 
 def run(
     strategy: str, rests: tuple[float, ...], epochs: int, seed: int, lr: float, model: str, cache: Path
 ) -> dict[str, Any]:  # fmt: skip
     """One cell."""
-    plan = cache / f"{model}.{strategy.replace(':', '-')}.{len(rests)}.json"
+    plan = cache / f"{model.rpartition(':')[2]}.{strategy.replace(':', '-')}.{len(rests)}.json"
     if not plan.exists():
         command = ["plan", *MODELS[model], "--gpus", str(len(rests)), "--global-batch", str(BATCH)]
         command += ["--strategies", strategy, "-o", str(plan.resolve())]
@@ -93,16 +103,26 @@ def reached(cell: dict[str, Any], target: Target) -> float | None:
     return None
 
 
-def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: float, sent_s: float) -> Played:
-    """An epoch by the clock: ``beside_s`` of a step are neither rest nor message, ``sent_s`` a push and a pull."""
+def foretold(
+    discipline: Discipline | None, rests: tuple[float, ...], beside_s: float, meeting_s: float, sent_s: float,
+    link_s: float = 0.0,
+) -> Played:  # fmt: skip
+    """An epoch by the clock: ``beside_s`` of a step are neither rest nor message, ``meeting_s`` an average and
+    ``sent_s`` a push and a pull. On slow links the weights take ``link_s`` on each link that they pass, beside that."""
     count = len(rests)
     steps = SAMPLES // BATCH * (1 if discipline is None else discipline.period)
+    servers = 0 if discipline is None else discipline.servers
+    sent = [sent_s / 2 + link_s * (servers - (w < servers)) / max(1, servers) for w in range(count)]
     machine = Machine(
         workers=tuple(
-            Worker(step_s=rest + beside_s, rows=BATCH / count, push_s=sent_s / 2, pull_s=sent_s / 2) for rest in rests
+            Worker(step_s=rest + beside_s, rows=BATCH / count, push_s=s, pull_s=s)
+            for rest, s in zip(rests, sent, strict=True)
         ),
-        servers=tuple(Server() for _ in range(0 if discipline is None else discipline.servers)),
-        meeting_s=0.0 if discipline is None else sent_s,
+        servers=tuple(
+            Server(receive_s=link_s / servers, send_s=link_s / servers, beside=j if link_s else None)
+            for j in range(servers)
+        ),
+        meeting_s=meeting_s + link_s * 2 * (count - 1) / count,
     )
     return play(discipline, machine, steps=steps)
 
@@ -134,17 +154,21 @@ def epochs_to(
     return curves.under(discipline, workers, target, age)[0]
 
 
-def study(cells: list[dict[str, Any]], curves: Staleness | None, targets: list[Target]) -> dict[str, Any]:
+def study(
+    cells: list[dict[str, Any]], megabits: float | None, curves: Staleness | None, targets: list[Target]
+) -> dict[str, Any]:
     """Figures of the runs of one number of ranks. Runs whose ranks all rest alike give what a step takes beside."""
     slow = next(tuple(c["rests_s"]) for c in cells if len(set(c["rests_s"])) > 1)
     alike = {c["strategy"]: c for c in cells if len(set(c["rests_s"])) == 1}
-    beside_s = max(0.0, per_batch([alike["ddp"]]) - slow[0])
-    sent_s = max(0.0, per_batch([alike["ps_sync"]]) - per_batch([alike["ddp"]]))
+    link_s = 8 * WIDE_BYTES / megabits / 1e6 if megabits else 0.0
+    apart_s = per_batch([alike[ALIKE[0]]])
+    meeting_s, sent_s = (0.0, 0.0) if megabits else (max(0.0, per_batch([alike[n]]) - apart_s) for n in ALIKE[1:])
+    beside_s = max(0.0, apart_s - slow[0] - link_s * 2 * (len(slow) - 1) / len(slow) / (SAMPLES // BATCH))
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(c["strategy"] for c in cells if tuple(c["rests_s"]) == slow):
         mine = [c for c in cells if c["strategy"] == name and tuple(c["rests_s"]) == slow]
         discipline = None if name == "ddp" else parse(name)
-        played, measured = foretold(discipline, slow, beside_s, sent_s), per_batch(mine)
+        played, measured = foretold(discipline, slow, beside_s, meeting_s, sent_s, link_s), per_batch(mine)
         said = played.seconds / played.steps  # an epoch from its start, as in the run: workers begin it together
         rows[name] = row = {
             "seeds": len(mine), "measured_s": measured, "foretold_s": said, "error": said / measured - 1,
@@ -152,7 +176,7 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, targets: list[T
         }  # fmt: skip
         for target in targets if curves is not None and curves.workers == len(slow) else ():
             steps = epochs_to(target, at_epochs(curves), discipline, len(slow), played.mean_age)
-            counts = None if steps is None else (steps.low, steps.mean, steps.high)
+            counts = None if steps is None else (steps.low, steps.median, steps.high)
             row.setdefault("to_target", {})[str(target)] = {
                 "foretold_epochs": counts, "measured_s": [reached(c, target) for c in mine],
                 "foretold_s": counts and [n and n * SAMPLES / BATCH * said for n in counts],
@@ -160,17 +184,17 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, targets: list[T
     for row in rows.values():
         row["gain_over_ddp"] = rows["ddp"]["measured_s"] / row["measured_s"]
     return {
-        "ranks": len(slow), "rests_s": slow, "beside_s": beside_s, "sent_s": sent_s,
-        "uneven_batches_by_the_clock_s": len(slow) / sum(1 / (r + beside_s) for r in slow), "rows": rows,
+        "ranks": len(slow), "rests_s": slow, "beside_s": beside_s, "meeting_s": meeting_s, "sent_s": sent_s,
+        "uneven_batches_by_the_clock_s": len(slow) / sum(1 / (r + beside_s) for r in slow) + meeting_s, "rows": rows,
         "order": {t: order({n: r["to_target"][t] for n, r in rows.items()}) for t in rows["ddp"].get("to_target", {})},
     }  # fmt: skip
 
 
 def order(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Pairs of disciplines whose measured times to the target are ``apart``, which do not overlap over seeds: which of
-    them the means foretold put in another order, and the same for those that are ``sure``, of which the times foretold
-    do not overlap over seeds either. A seed that never arrived is later than all that did, and so is a discipline of
-    which fewer than half of the curves arrive."""
+    them the medians foretold put in another order, and the same for those that are ``sure``, of which the times
+    foretold do not overlap over seeds either. A seed that never arrived is later than all that did, and so is a
+    discipline of which half of the curves or more do not arrive."""
     apart, wrong, close, sure, surely_wrong = 0, [], 0, 0, []
     known = {
         n: [math.inf if s is None else s for s in r["foretold_s"]] for n, r in rows.items() if r["foretold_s"]
@@ -202,6 +226,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default=",".join(("ddp", *FORETOLD)), help="ddp and disciplines, by name")
+    parser.add_argument("--megabits", type=float, help="of every rank's link, per second; usual: ranks of one host")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is begun")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--curves", type=Path, help="file of asa profile --staleness")
@@ -218,7 +243,10 @@ def main() -> None:
             "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
             "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): no competing load",
             "model": f"{cells[0]['model']} on digits 1x8x8, batch {BATCH}, SGD at a fixed rate of {cells[0]['lr']:g}",
-            "studies": [study([c for c in cells if len(c["rests_s"]) == n], curves, targets) for n in ranks],
+            "megabits": args.megabits,
+            "studies": [
+                study([c for c in cells if len(c["rests_s"]) == n], args.megabits, curves, targets) for n in ranks
+            ],
             "cells": cells,
         }
         args.record.write_text(json.dumps(made, indent=1) + "\n")
@@ -227,17 +255,25 @@ def main() -> None:
     cache = args.output.resolve().parent / "consistency.cache"
     cache.mkdir(exist_ok=True)
     began, rest, others = time.monotonic(), args.rest, (args.rest,) * (args.ranks - 1)
-    asked = [("ddp", (*others, rest), 0), ("ps_sync", (*others, rest), 0)]
+    asked = [(name, (*others, rest), 0) for name in (ALIKE[:1] if args.megabits else ALIKE)]
     asked += [(n, (*others, 2 * rest), seed) for seed in range(args.seeds) for n in args.only.split(",")]
-    for strategy, rests, seed in asked:
-        if any((c["strategy"], tuple(c["rests_s"]), c["seed"]) == (strategy, rests, seed) for c in cells):
-            continue
-        if time.monotonic() - began > args.budget:
-            return
-        found = run(strategy, rests, args.epochs if len(set(rests)) > 1 else 2, seed, args.lr, args.model, cache)
-        with args.output.open("a") as stream:
-            stream.write(json.dumps(found) + "\n")
-        print(strategy, rests, seed, round(per_batch([found]), 4), found["accuracy"], found["load_before"], flush=True)
+    with ExitStack() as networks:
+        if args.megabits:
+            from namespaces import leave_network, shaped
+
+            leave_network()
+            networks.enter_context(shaped(args.ranks, args.megabits))
+        for strategy, rests, seed in asked:
+            if any((c["strategy"], tuple(c["rests_s"]), c["seed"]) == (strategy, rests, seed) for c in cells):
+                continue
+            if time.monotonic() - began > args.budget:
+                return
+            found = run(strategy, rests, args.epochs, seed, args.lr, args.model, cache)
+            with args.output.open("a") as stream:
+                stream.write(json.dumps(found) + "\n")
+            print(
+                strategy, rests, seed, round(per_batch([found]), 4), found["accuracy"], found["load_before"], flush=True
+            )
 
 
 if __name__ == "__main__":

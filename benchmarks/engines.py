@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -316,25 +316,28 @@ def ray(folder: Path) -> str:
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         flags = [w for name, port in ports.items() for w in (f"--{name}", str(port))]
         head = (ray, "start", "--head", "--node-ip-address", "127.0.0.1", *flags, *usual, temporary)
-        stack.enter_context(running(*head, cwd=folder, log=folder / "head.log", **variables))
         address = f"127.0.0.1:{ports['port']}"
 
         def status() -> str:
             return run(ray, "status", "--address", address, cwd=folder, code=None)
 
-        until(lambda: "node_" in status(), "Ray's head", folder / "head.log")
-        other = (
-            ray,
-            "start",
-            "--address",
-            address,
-            "--dashboard-agent-listen-port",
-            str(free_port()),
-            *usual,
-            temporary,
-        )
-        stack.enter_context(running(*other, cwd=folder, log=folder / "other.log", **variables))
-        until(lambda: status().count("1 node_") == 2, "Ray's second node", folder / "other.log")
+        def start(name: str, nodes: int, *words: str | Path) -> None:
+            """Start a node until there are ``nodes``: Ray ends one that takes more than 30 s, as on a busy machine."""
+            log = folder / f"{name}.log"
+            node = [stack.enter_context(running(*words, cwd=folder, log=log, **variables))]
+
+            def there() -> bool:
+                if node[-1].poll() is not None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(node[-1].pid, signal.SIGKILL)
+                    node.append(stack.enter_context(running(*words, cwd=folder, log=log, **variables)))
+                return status().count("1 node_") == nodes
+
+            until(there, f"Ray's {name} node", log)
+
+        start("first", 1, *head)
+        other = ("--address", address, "--dashboard-agent-listen-port", str(free_port()), *usual, temporary)
+        start("second", 2, ray, "start", *other)
         dashboard = f"http://127.0.0.1:{ports['dashboard-port']}"
         run(
             ray, "job", "submit", "--address", dashboard, "--working-dir", job.parent, "--", "python", job.name,

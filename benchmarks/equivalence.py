@@ -26,7 +26,7 @@ from asa.ir.codec import to_data
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.plan import Assignment, DataDegree, Plan, Stage, TensorDegree
 from asa.planner import Request, plan
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
 from asa.zoo.models import build

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
-from asa.api import process_counts
+from asa.api.loop import process_counts
 from asa.errors import AsaError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell

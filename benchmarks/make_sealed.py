@@ -40,7 +40,7 @@ from asa.ir.sealed import FIRST, Claim, newest, read, sealed
 from asa.planner import Request, plan
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
 from asa.zoo.models import build

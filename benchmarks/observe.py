@@ -34,8 +34,8 @@ from asa.executor.model.votes import Votes
 from asa.executor.training.epoch_timer import EpochTimer
 from asa.executor.training.worker import LossCounter
 from asa.launch import run_ranks, tell
-from asa.sharding import direct, segment
-from asa.sharding.waits import waits
+from asa.sharding.collectives import direct, segment
+from asa.sharding.collectives.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
 LOG_EVERY = 50

@@ -363,8 +363,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         subprocess.run(  # compiles all of it, once
-            [sys.executable, "-c", "import asa.cli.plan, asa.planner, asa.report.plan, pulp, highspy"], cwd=name,
-            env=installed(Path(name)), check=True,
+            [sys.executable, "-c", "import asa.cli.commands.plan, asa.planner, asa.report.text.plan, pulp, highspy"],
+            cwd=name, env=installed(Path(name)), check=True,
         )  # fmt: skip
         part = ""
         for case in cases(Files(Path(name)), quick=args.quick):

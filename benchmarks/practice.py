@@ -117,7 +117,7 @@ def best_by_hand(x: Annealing) -> tuple[float, str]:
 
 def profile_of(spec: str, cluster: Cluster, batch: int) -> Profile:
     """An estimate of ``spec`` on the devices of ``cluster`` in bf16, from its structure."""
-    from asa.sharding.structure import structure_of
+    from asa.sharding.layers.structure import structure_of
     from asa.zoo.inputs import example
     from asa.zoo.models import build, default_input
     from asa.zoo.without_values import on_meta

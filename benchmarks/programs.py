@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 import asa
-from asa.api import process_counts
+from asa.api.loop import process_counts
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell

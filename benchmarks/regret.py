@@ -48,7 +48,7 @@ from namespaces import NotPermitted, leave_network, shaped
 from regret_scores import Row, scores, show
 
 from asa.cli import bench_setup, options
-from asa.cli import verify_plans as verification
+from asa.cli.commands import verify_plans as verification
 from asa.cli.console import Console
 from asa.cli.heap import start_program_again
 from asa.errors import AsaError
@@ -64,7 +64,7 @@ from asa.profiler.collectives import SIZES
 from asa.profiler.interconnect import measure_cluster
 from asa.profiler.machine import choose_device, free_memory
 from asa.profiler.measure import profile_model
-from asa.report.plan import summary
+from asa.report.text.plan import summary
 from asa.strategies import offered
 from asa.zoo.models import build
 

@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from asa.ir.codec import noun
-from asa.report.charts import Chart
-from asa.report.drawing import ASA, INK, Row
+from asa.report.figures.charts import Chart
+from asa.report.figures.drawing import ASA, INK, Row
 
 LEVELS = (0.1, 0.25, 0.5, 0.68, 0.8, 0.9, 0.95, 0.99)
 STATED = 0.9

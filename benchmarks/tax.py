@@ -51,8 +51,8 @@ from asa.executor.training.worker import LossCounter, Worker
 from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
 from asa.launch import run_ranks, tell
-from asa.sharding import direct, segment
-from asa.sharding.describe import layer_graph
+from asa.sharding.collectives import direct, segment
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
 from asa.zoo.data import GlobalOrder, ImageSet, fetch
@@ -228,7 +228,7 @@ class Collectives(TorchDispatchMode):
     """How often and with how many bytes each collective and message is called.
 
     Between CPUs, what is scattered may go by one exchange, and what is gathered by a broadcast of every part
-    (:mod:`asa.sharding.direct`): they count as what they stand for.
+    (:mod:`asa.sharding.collectives.direct`): they count as what they stand for.
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class Collectives(TorchDispatchMode):
 
     @contextmanager
     def in_shared_memory(self) -> Iterator[None]:
-        """Inside, what goes through :class:`asa.sharding.segment.Segment` is counted, too."""
+        """Inside, what goes through :class:`asa.sharding.collectives.segment.Segment` is counted, too."""
         with ExitStack() as stack:
             for name, whole in (("all_reduce", 0), ("all_gather", 0), ("reduce_scatter", 1)):
                 usual = getattr(segment.Segment, name)

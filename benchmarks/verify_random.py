@@ -55,7 +55,7 @@ from asa.ir.graph import Component, LayerGraph
 from asa.ir.plan import Assignment, DataDegree, Plan, Stage, TensorDegree
 from asa.launch import run_ranks
 from asa.planner import Request, plan
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 from asa.zoo.models import build, default_input

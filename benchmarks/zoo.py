@@ -45,7 +45,7 @@ from asa.ir.profile import Profile
 from asa.launch import run_ranks
 from asa.planner import Request, plan
 from asa.profiler.measure import profile_model
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 from asa.zoo.models import build, default_input, names, segmentation_names

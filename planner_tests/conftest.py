@@ -14,20 +14,23 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 LONGEST = (
-    "test_equivalence.py", "test_docs_commands.py", "test_pipeline.py", "test_cli_real.py", "test_zero.py",
-    "test_planner_joint.py", "test_hsdp.py", "test_planner_golden.py", "test_planner_fuzz.py", "test_recompute.py",
-    "test_planner_memory.py", "test_pipeline_runs.py", "test_losses.py", "test_tracing.py", "test_recovery.py",
-    "test_verify_training.py", "test_emulation.py", "test_faults.py", "test_cost_units.py", "test_migration.py",
-    "test_consistency_returns.py", "test_consistency_jobs.py", "test_observe.py", "test_strategy_contract.py",
-    "test_train.py", "test_verify_plans.py", "test_zoo_models.py", "test_programs_fuzz.py", "test_standin.py",
-    "test_programs_optimizers.py",
+    "cli_real", "consistency_jobs", "programs_further", "faults", "recovery", "equivalence", "programs_public",
+    "losses", "tracing", "train", "verify_training", "consistency_returns", "adapt_laws", "standin", "docs_commands",
+    "consistency_endings", "programs_optimizers", "zero", "planner_golden", "programs_habits", "pipeline",
+    "planner_joint", "programs_gradients", "idle", "benchmarks", "api_loop", "programs_tools", "api_job",
+    "zoo_models", "consistency_groups", "programs_unseen", "programs_data", "programs_fuzz", "cost_units",
+    "strategy_contract", "planner_weights", "api_norms", "api_odd", "attack", "programs_whole", "programs_compared",
+    "headstart", "pipeline_runs", "ending", "precision", "programs_losses", "programs_inputs", "programs_published",
+    "launch", "hsdp", "recompute", "emulation", "observe", "migration", "planner_memory", "planner_fuzz",
 )  # fmt: skip
-"""Files that take long, so that no process is left alone with one of them at the end."""
+"""Files that take long, so that no process is left alone with one of them at the end. Those whose tests wait are among
+those that compute."""
+_PLACES = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the others as they were."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """Long files first, in that order, the others as they were."""
+    items.sort(key=lambda item: _PLACES.get(item.path.name, len(_PLACES)))
 
 
 def pytest_collection_finish() -> None:

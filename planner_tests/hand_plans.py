@@ -11,8 +11,8 @@ from torch import nn
 
 from asa.errors import UsageError
 from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, Stage, TensorDegree
-from asa.sharding.propagate import SplitPlan
-from asa.sharding.tensor import plan_split, sequence_plans
+from asa.sharding.layers.propagate import SplitPlan
+from asa.sharding.layers.tensor import plan_split, sequence_plans
 from asa.tracing import TracedModel, trace
 from planner_tests.small_models import INPUT, build
 

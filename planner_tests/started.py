@@ -17,7 +17,7 @@ from typing import IO, Any
 SERVER = """
 import json, os, runpy, sys
 import torch._dynamo, torch.distributed, torch.utils.data
-import asa.api.job, asa.api.loop, asa.executor.consistency.channels
+import asa.api.job.job, asa.api.loop.parallelize, asa.executor.consistency.channels
 
 asked = None
 for line in sys.stdin:
@@ -42,6 +42,9 @@ os.chdir(asked["cwd"])
 sys.argv = [asked["path"], *asked["argv"]]
 runpy.run_path(asked["path"], run_name="__main__")
 """
+
+
+COMMAND = Path(__file__).resolve().parent.parent / "asa" / "__main__.py"
 
 
 @cache
@@ -107,6 +110,12 @@ def started(path: Path, *argv: str, out: Path, err: Path, env: dict[str, str], c
         stream.touch()
     asked = {"path": str(path), "argv": argv, "out": str(out), "err": str(err), "env": env}
     return Program(_asked({**asked, "cwd": str(cwd or path.parent)}), out, err)
+
+
+def asa_started(*argv: str, cwd: Path) -> Program:
+    """``python -m asa argv``, begun in ``cwd`` with none of the user's variables set."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ASA_")}
+    return started(COMMAND, *argv, out=cwd / "said", err=cwd / "said.errors", env=env, cwd=cwd)
 
 
 def together(ranks: int) -> dict[str, str]:

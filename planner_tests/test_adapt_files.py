@@ -23,8 +23,8 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.report.story import render, story
-from asa.report.tables import plain
+from asa.report.text.story import render, story
+from asa.report.text.tables import plain
 from benchmarks.simulated_world import World
 
 

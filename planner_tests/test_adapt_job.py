@@ -7,7 +7,7 @@ import dataclasses
 import nouns
 import pytest
 
-from asa.api.planned import PlanOptions, on_all_ranks, on_ranks_that_pay
+from asa.api.plans.planned import PlanOptions, on_all_ranks, on_ranks_that_pay
 from asa.errors import InfeasibleError
 from asa.ir.cluster import Cluster, RankDevice
 

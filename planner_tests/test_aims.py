@@ -18,8 +18,8 @@ from asa.executor.running.run import train
 from asa.executor.training.aims import LOSSES, METRICS, SCHEDULES, Aims
 from asa.executor.training.optimizer import learning_rate
 from asa.ir import codec
-from asa.report import run_page
-from asa.report.training import epoch_line
+from asa.report.pages import run as run_page
+from asa.report.text.training import epoch_line
 from asa.scheduler import adapt
 from asa.strategies import offered
 
@@ -45,9 +45,9 @@ def mine(monkeypatch):
 
 
 def _aims(tmp_path, **names: str) -> Aims:
-    settings = training.settings(tmp_path, **names)
-    aims = Aims.of(settings, 4)
-    aims.try_out(settings, LABELS, 4)
+    settings, classes = training.settings(tmp_path, **names), 6
+    aims = Aims.of(settings, classes)
+    aims.try_out(settings, LABELS, classes)
     return aims
 
 
@@ -106,6 +106,13 @@ def test_top5_of_maps_is_refused_before_an_epoch_was_trained(tmp_path):
     for labels in (torch.zeros(3, 2, 2, dtype=torch.int64), torch.zeros(3, 6, dtype=torch.int64)):
         with pytest.raises(UsageError, match="top5 needs one prediction per sample"):
             Aims.of(settings, 4).try_out(settings, labels, 4)
+
+
+def test_top5_of_five_classes_is_refused_as_nothing_could_miss_it(tmp_path):
+    settings, labels = training.settings(tmp_path, metric="top5"), torch.arange(30) % 5
+    with pytest.raises(UsageError, match="top5 of 5 classes is always 100 %"):
+        Aims.of(settings, 5).try_out(settings, labels, 5)
+    Aims.of(settings, 6).try_out(settings, labels, 6)
 
 
 def test_a_schedule_may_give_any_number_and_is_checked_at_every_step(tmp_path):

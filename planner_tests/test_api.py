@@ -45,6 +45,6 @@ def test_a_module_needs_an_example() -> None:
     ],
 )
 def test_a_request_is_refused_before_the_model_is_measured(asked, words, monkeypatch) -> None:
-    monkeypatch.setattr("asa.api.planning.measured", lambda *_, **__: pytest.fail("measured something"))
+    monkeypatch.setattr("asa.api.plans.planning.measured", lambda *_, **__: pytest.fail("measured something"))
     with pytest.raises(UsageError, match=words):
         asa.plan(build("plain"), torch.zeros((2, *INPUT)), **asked)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import asa
-from asa.cli.explain import events
+from asa.cli.commands.explain import events
 from asa.errors import PreemptedError, UsageError, WorkersFailedError
 from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults, run_ranks
-from asa.report.story import story
+from asa.report.text.story import story
 from planner_tests import user_programs as user
 from planner_tests.hand_plans import alternating, uniform
 from planner_tests.nouns import cluster
@@ -316,7 +316,7 @@ def test_a_job_leaves_a_process_out_and_takes_it_back() -> None:
 def automatic(rank: int, out: Path) -> Any:
     net = user.model().float()
     job = asa.Job(
-        net, user.optimizer(net), user.loader(), lambda o, y: loss_fn(o, y), cluster=cluster(), time_limit_s=2,
+        net, user.optimizer(net), user.loader(), lambda o, y: loss_fn(o, y), cluster=cluster(), time_limit_s=0.3,
         cache=None, split=lambda batch: (batch[0].float(), batch[1]), example_input=torch.zeros(2, *user.SHAPE),
     )  # fmt: skip
     first = sum(job.train_step() for _ in range(4))  # an epoch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import asa
-from asa.api.distributed_model import local_rows
+from asa.api.model.distributed_model import local_rows
 from asa.errors import UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -114,7 +114,7 @@ def automatic(rank: int, cache: Path) -> Any:
     net = user.model().float()
     opt = user.optimizer(net)
     options: dict[str, Any] = {"cluster": cluster(), "cache": cache, "example_input": torch.zeros(2, *user.SHAPE)}
-    made = [asa.parallelize(net, opt, user.loader(), time_limit_s=2, **options)]
+    made = [asa.parallelize(net, opt, user.loader(), time_limit_s=0.3, **options)]
     net = user.model().float()
     made.append(asa.parallelize(net, user.optimizer(net), user.loader(), **options))
     placed, opt, _ = made[0]

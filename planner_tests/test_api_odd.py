@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asa
-from asa.api.planning import outputs_of
+from asa.api.plans.planning import outputs_of
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks

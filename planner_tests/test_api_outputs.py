@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import asa
-from asa.api.batches import GlobalBatches, rows_of
-from asa.api.optimizers import check_shared
-from asa.api.planning import outputs_of, shaped
+from asa.api.model.optimizers import check_shared
+from asa.api.plans.planning import outputs_of, shaped
+from asa.api.steps.batches import GlobalBatches, rows_of
 from asa.errors import InvalidInputError, UsageError, place_of
 from asa.executor.model.votes import Votes
 from asa.executor.training.optimizer import build_optimizer

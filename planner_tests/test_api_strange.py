@@ -128,8 +128,8 @@ def test_a_dropout_called_several_times_masks_alike_under_any_plan() -> None:
 
 
 def test_every_call_of_a_dropout_draws_anew() -> None:
-    from asa.sharding.randomness import make_reproducible
-    from asa.sharding.samples import SampleContext
+    from asa.sharding.layers.dropout import make_reproducible
+    from asa.sharding.randomness.samples import SampleContext
 
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ import asa
 from asa.executor.training.clock import StepClock, StepTimes
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
-from asa.report.story import said
+from asa.report.text.story import said
 from planner_tests.hand_plans import hand_plan, uniform
 
 STEPS, BATCH = 60, 8
@@ -91,7 +91,7 @@ def _told(rank: int) -> tuple[str, list[dict[str, Any]]]:
             DataLoader(data, batch_size=BATCH),
             nn.functional.cross_entropy,
             cache=None,
-            time_limit_s=2,
+            time_limit_s=0.3,
             on_event=events.append,
         )
         job.run(2)

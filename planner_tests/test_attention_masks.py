@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asa.sharding.attention import with_masks_by_sample
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.randomness.attention import with_masks_by_sample
+from asa.sharding.randomness.samples import SampleContext, SampleDropout
 from asa.tracing import trace
 
 FLOATS = torch.full((5, 5), float("-inf")).triu(1)

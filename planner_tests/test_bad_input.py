@@ -13,7 +13,8 @@ import nouns
 import pytest
 from refusals import refused, user_folder
 
-from asa.cli import entry, places, train
+from asa.cli import entry, places
+from asa.cli.commands import train
 from asa.cli.settings import arguments
 from asa.ir import codec
 from asa.ir.plan import Stage
@@ -48,7 +49,7 @@ def test_impossible_numbers_are_usage_errors(argv, words, capsys):
 def test_a_comparison_without_a_model_takes_that_of_the_newest_profile(capsys, monkeypatch):
     compared: list[tuple[str, ...]] = []
     monkeypatch.setattr("asa.cli.bench_setup.check", lambda args, *_: compared.append(args.models))
-    monkeypatch.setattr("asa.cli.bench._compare", lambda *_: None)
+    monkeypatch.setattr("asa.cli.commands.bench._compare", lambda *_: None)
     monkeypatch.setattr("asa.cli.options.check_model", lambda *_: None)
     assert entry.run(("bench", "--device", "cpu", "--gpus", "1")) == 0
     assert "asa: --models: tiny, that of the newest profile profiles/tiny.json" in capsys.readouterr().err
@@ -159,7 +160,7 @@ def test_a_comparison_is_refused_before_anything_is_measured(argv, code, words, 
     ],
 )
 def test_folders_that_cannot_be_used_are_seen_before_anything_is_started(argv, code, words, place, capsys, monkeypatch):
-    monkeypatch.setattr("asa.cli.train._train", lambda *_: pytest.fail("started to train"))
+    monkeypatch.setattr("asa.cli.commands.train._train", lambda *_: pytest.fail("started to train"))
     (place / "file").write_text("")
     codec.save(nouns.plan(), place / "plan.json")
     assert words in refused(capsys, code, "train", "plan.json", *argv)
@@ -188,7 +189,7 @@ def test_memory_below_a_device_s_context_is_said_to_be_that(capsys):
     said = refused(
         capsys, 4, "plan", "--strategies", "ddp", "--gpus", "2", "--cluster", "a100-nvlink-8", "--memory", "0.5"
     )
-    assert "272 MiB, and the context of the device leaves nothing of its memory" in said
+    assert "356 MiB, and the context of the device leaves nothing of its memory" in said
     assert "try --memory " in said
 
 
@@ -351,7 +352,7 @@ def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
     ],
 )
 def test_what_is_no_file_and_what_is_no_name_is_told_at_once(argv, code, words, place, capsys, monkeypatch):
-    for late in ("asa.cli.train._train", "asa.cli.choose.measured"):
+    for late in ("asa.cli.commands.train._train", "asa.cli.choose.measured"):
         monkeypatch.setattr(late, lambda *_, **__: pytest.fail("began to work"))
     (place / "folder").mkdir()
     (place / "loop").symlink_to("loop")
@@ -392,11 +393,11 @@ def test_a_disk_that_fills_up_is_told_with_the_file_and_the_remedy(place, capsys
     [("cuda", True, "asa explain"), ("cpu", False, "asa explain"), ("cpu", True, "asa train")],
 )
 def test_what_is_proposed_next_can_be_done_here(kind, torch, first, monkeypatch):
-    from asa.cli.plan import VERBS, _next
+    from asa.cli.commands.plan import VERBS, _next
 
     box = nouns.cluster()
     box = dataclasses.replace(box, device=dataclasses.replace(box.device, type=kind))
-    monkeypatch.setattr("asa.cli.plan.driver", lambda: False)
+    monkeypatch.setattr("asa.cli.commands.plan.driver", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if torch else None)
     args = arguments(VERBS[0], ("tiny", "--gpus", "2"), {})
     found = _next(box, nouns.plan(), args)

@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asa.ir import codec
+from asa.ir.bench import Bench
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks"
 
@@ -126,3 +129,8 @@ def test_what_benchmarks_import_of_the_package_is_there(path: Path) -> None:
             for name in node.names:
                 if not hasattr(module, name.name):
                     importlib.import_module(f"{node.module}.{name.name}")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "records").glob("bench.*.json")), ids=lambda p: p.stem)
+def test_records_of_comparisons_can_be_read(path: Path) -> None:
+    assert codec.load(Bench, path).results

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from asa.executor.model.groups import Groups
 from asa.ir.layout import Boundary, Layout, bounds, gather_group, gather_groups
 from asa.launch import run_ranks
-from asa.sharding.axis import SOLO
-from asa.sharding.boundary import Crossing
+from asa.sharding.collectives.axis import SOLO
+from asa.sharding.collectives.boundary import Crossing
 from planner_tests.test_strategy_contract import Recorder
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from asa.report.page import draw
+from asa.report.pages.bench import draw
 from benchmarks import reliability as c
 
 

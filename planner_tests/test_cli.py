@@ -19,14 +19,14 @@ import pytest
 from rich.console import Console as Screen
 
 from asa import errors
-from asa.cli import choose, entry, options, places, settings, verbs
+from asa.cli import choose, entry, options, places, planned_here, settings, verbs
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.cost.machine import nearest, presets
 from asa.ir import codec
 from asa.ir.profile import DeviceRecord
-from asa.report import cluster as cluster_report
-from asa.report import tables
+from asa.report.text import cluster as cluster_report
+from asa.report.text import tables
 
 ALL = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
 
@@ -289,6 +289,19 @@ def test_the_newest_profile_is_the_one_with_the_latest_date_inside(elsewhere, mo
     assert [c.name for _, c in places.clusters(Console())] == ["box"]
 
 
+def test_a_profile_of_ones_own_is_taken_before_a_newer_one_that_is_shipped(elsewhere, monkeypatch):
+    monkeypatch.setattr(places, "SHIPPED", elsewhere / "package")
+    for folder, created in (
+        (places.SHIPPED, "2026-01-02T03:04:05+00:00"),
+        (places.PROFILES, "2025-01-02T03:04:05+00:00"),
+    ):
+        codec.save(nouns.profile(created), folder / "tiny.json")
+    assert [path for path, _ in places.profiles(Console())] == [
+        Path("profiles/tiny.json"),
+        elsewhere / "package/tiny.json",
+    ]
+
+
 def test_a_profile_of_another_input_leaves_the_first_where_it_is(tmp_path):
     first, path = nouns.profile(), tmp_path / "tiny.cpu.fp32.json"
     larger = replace(first, graph=replace(first.graph, input_shape=(3, 9, 9)))
@@ -410,6 +423,8 @@ def test_help_of_a_command_may_be_asked_for_by_its_name(capsys):
 def test_a_flag_that_is_not_there_is_answered_with_the_nearest(capsys):
     assert entry.run(["plan", "resnet50", "--gpu", "8"]) == 2
     assert "unrecognized arguments: --gpu 8; did you mean --gpus?; see `asa plan --help`" in capsys.readouterr().err
+    assert entry.run(["plan", "resnet50", "--batch", "8"]) == 2
+    assert "did you mean --global-batch?" in capsys.readouterr().err
     assert entry.run(["plan", "--nonsense"]) == 2
     assert "unrecognized arguments: --nonsense; see `asa plan --help`" in capsys.readouterr().err
 
@@ -443,6 +458,41 @@ def test_long_work_off_a_terminal_says_a_line_every_ten_seconds(monkeypatch, cap
         report(0.01, "tracing")
     assert capsys.readouterr().err == "asa: profiling cnn: tracing, 1 % after 20 s\n", "not: 1980 s left"
     assert len(lines) == 3
+
+
+SLOW = """
+import sys, time
+from asa import planner
+from asa.cli import console, entry
+console.LINE_EVERY_S = 0.01
+plan = planner.plan
+def slow(*args):
+    time.sleep(0.2)
+    return plan(*args)
+planner.plan = slow
+sys.exit(entry.run(["plan", "tiny", "--gpus", "2", "--json"]))
+"""
+SILENT = """
+import time
+from asa.cli import console
+console.LINE_EVERY_S = 0.01
+with console.Console().progress("profiling tiny") as report:
+    report(0.01, "tracing")
+    time.sleep(0.2)
+print('{"kind": "plan"}')
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "line"), [(SLOW, r"planning tiny, \d+ s so far"), (SILENT, "profiling tiny: tracing, 1 % .*")]
+)
+def test_work_that_does_not_say_how_far_it_is_prints_lines_too(code, line, tmp_path):
+    codec.save(nouns.profile(), tmp_path / "profiles" / "tiny.json")
+    codec.save(nouns.cluster(), tmp_path / "profiles" / "cluster.box.json")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kind"] == "plan"
+    assert re.search(f"^asa: {line}$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 120])
@@ -570,3 +620,17 @@ def test_a_profile_that_is_the_newest_of_several_inputs_says_so(elsewhere):
     shape = "x".join(map(str, small.graph.input_shape))
     assert said.startswith("profile profiles/large.json, the newest of ")
     assert said.endswith(f"; --input {shape} takes another")
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("cnn --out cnn --epochs 2", "--out cnn --epochs 2"),
+        ("--gpus 2 --out cnn cnn --strategies ddp --no-replan", "--gpus 2 --out cnn --no-replan"),
+        ("--loss=cnn cnn --classes=7 --precision bf16", "--loss=cnn"),
+    ],
+)
+def test_the_command_under_a_plan_leaves_out_the_model_and_no_value_that_is_called_like_it(typed, kept):
+    (train,) = verbs.verbs("train")
+    args = settings.arguments(train, typed.split(), {})
+    assert planned_here.words(args, Path("plan.json"), train.options) == ("plan.json", *kept.split())

@@ -12,6 +12,7 @@ from pathlib import Path
 import nouns
 import pytest
 from forked import asa
+from started import asa_started
 
 from asa.cli.ending import Terminated
 from asa.errors import WorkersFailedError
@@ -207,7 +208,7 @@ def test_finalists_are_measured_and_the_plan_says_what_that_changed(place):
 def test_sealed_predictions_are_checked_on_a_machine_they_speak_of(place):
     from asa.ir.plan import Plan
     from asa.ir.sealed import FIRST, Claim, sealed
-    from asa.profiler.machine import cpu_name
+    from asa.launch.devices import cpu_name
 
     (path,) = (place / "runs" / "plans").glob("*.json")
     plan = codec.load(Plan, path)
@@ -229,7 +230,9 @@ def test_real_ranks_hold_what_a_plan_says_that_they_hold_for_its_discipline(plac
     shutil.copytree(place / "profiles", tmp_path / "profiles")
     asa("plan", "cnn", "--gpus", "2", "--cluster", "box", "--strategies", discipline, "-o", "plan.json", cwd=tmp_path)
     few = ("--epochs", "2", "--steps-per-epoch", "6")
-    process("train", "plan.json", "--data", "digits", *few, "--out", "run", cwd=tmp_path)
+    # In a process that has done nothing before, from which memory is measured.
+    run = asa_started("train", "plan.json", "--data", "digits", *few, "--out", "run", cwd=tmp_path)
+    assert run.wait() == 0, run.err.read_text()
     memory = json.loads((tmp_path / "run" / "result.json").read_text())["summary"]["memory_bytes_per_rank"]
     for promised, measured in zip(memory["predicted"], memory["measured"], strict=True):
         assert measured <= promised <= 1.15 * measured, memory

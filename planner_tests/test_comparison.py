@@ -7,16 +7,19 @@ from types import SimpleNamespace
 
 import nouns
 import pytest
+import torch
 
-from asa.cli.bench import VERBS, one_of_each
-from asa.cli.comparison import FILLED, ModelBench, notes, prepare, results, side_by_side
+from asa.cli.commands.bench import VERBS, one_of_each
+from asa.cli.comparison import FILLED, ModelBench, notes, prepare, results, settings, side_by_side
 from asa.cli.console import Console
 from asa.cli.settings import arguments
 from asa.errors import UsageError
 from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
+from asa.ir.bench import AccuracyPoint
 from asa.ir.plan import Plan
-from asa.report.bench import clear_communication
+from asa.report.text.bench import clear_communication, near_chance
+from asa.zoo.data import ImageSet
 
 
 def _plan(strategy: str, step_s: float, each: int, microbatches: int) -> Plan:
@@ -69,6 +72,21 @@ def test_devices_of_their_own_hold_their_own_ranks_alone():
     plans = side_by_side(contest, round((300 + 100 + 200) / FILLED) + 1, shared=False)
     assert [p.strategy for p in plans] == ["asa", "hybrid", "ddp"]
     assert set(contest.why_not) == {"single"}
+
+
+def test_chance_is_that_of_the_classes_of_the_data():
+    contest = _contest()
+    args = SimpleNamespace(
+        strategies=None, global_batch=None, optimizer="sgd", lr=None, data="digits", seed=0, budget=1.0, price=None
+    )
+    train = ImageSet(
+        images=torch.zeros(8, 1, 2, 2, dtype=torch.uint8), labels=torch.arange(8) % 2, num_classes=2, mean=(0.5,),
+        std=(0.5,), name="two", source="two classes", shape=(1, 2, 2),
+    )  # fmt: skip
+    told = settings(args, [contest], 2, train)
+    guessed = AccuracyPoint(epoch=1, seconds=1.0, train_loss=1.0, validation_loss=1.0, validation_accuracy=0.55)
+    assert contest.profile.graph.num_classes > told.num_classes
+    assert near_chance(guessed, told.num_classes)
 
 
 def test_one_plan_always_runs():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asa.cli import completion, entry, schema
+from asa.cli import entry
+from asa.cli.commands import completion, schema
 from asa.cli.verbs import VERBS, verbs
 from asa.ir import codec, shipped
 

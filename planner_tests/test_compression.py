@@ -25,7 +25,7 @@ from asa.ir.plan import Plan
 from asa.ir.traffic import Collective
 from asa.launch import run_ranks
 from asa.planner import Request, plan
-from asa.report.verify import verdict
+from asa.report.text.verify import verdict
 from asa.strategies import offered
 from planner_tests import traffic_checks
 from planner_tests.hand_plans import hand_plan, model_of, uniform
@@ -122,7 +122,7 @@ def test_training_is_near_that_of_one_device_and_never_called_the_same(
 
 
 def test_a_gradient_that_is_wrong_is_beyond_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asa.sharding import replicated
+    from asa.sharding.gradients import replicated
 
     honest = replicated.sender
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import asa
-from asa.api.planned import _widened
+from asa.api.plans.planned import _widened
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency import star
 from asa.executor.consistency.diloco import OuterSteps
@@ -75,6 +75,23 @@ def test_disciplines_that_promise_data_parallelism_keep_it_and_the_others_do_not
         assert not parse(name).exact("sgd")
         assert any((w - ddp[k]).abs().max() > 1e-6 for k, w in by[name].items()), name
     assert all(torch.equal(w, by["ps_sync"][k]) for k, w in by["ps_bounded:window=0:max_age=0"].items())
+
+
+def test_a_period_that_follows_the_rate_is_the_shortest_while_the_rate_rises():
+    worker = object.__new__(LocalSteps)
+    worker.discipline = parse("local_sgd:growth=0.2")
+    worker.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    periods = []
+    for rate in (0.001, 0.05, 0.1, 0.1, 0.05, 0.02):
+        worker.optimizer.param_groups[0]["lr"] = rate
+        periods.append(worker.period_now())
+    assert periods == [4, 4, 4, 4, 16, 100]
+
+
+def test_a_window_of_none_is_a_window_that_makes_nobody_wait():
+    unlimited = parse("ps_bounded:window=none")
+    assert (unlimited.window, unlimited.max_age) == (None, None)
+    assert parse(str(unlimited)) == unlimited
 
 
 def _local_sgd_of_torch(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -331,6 +348,7 @@ def test_a_rate_makes_up_for_less_momentum_but_never_above_the_peak_of_its_sched
         ("local_sgd:growth=nan", "growth is nan"),
         ("local_sgd:servers=1", "it has period, growth"),
         ("diloco:outer_momentum=1", "it must be below 1"),
+        ("ps_bounded:window=0:momentum=0.5", "no gradient is late"),
         ("diloco:message=fp8", "message is one of fp32, int8"),
         ("diloco:period=10:fragments=3", "a multiple of the fragments"),
         ("diloco:period=10:fragments=2:overlap=5", "overlap is 5; it must be less than the 5 steps from one average"),

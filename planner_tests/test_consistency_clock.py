@@ -63,8 +63,8 @@ def test_window_zero_with_equal_workers_takes_the_time_of_synchronous_training()
 
 
 def test_synchronous_time_in_closed_form():
-    """One server sends to 4 workers one after the other; the last to be sent to is the last to push."""
-    assert step_time("ps_sync", link=0.1, apply=0.05) == pytest.approx(4 * 0.1 + 1 + 0.1 + 0.05)
+    """The weights for 4 workers share the link of one server, and so do their gradients."""
+    assert step_time("ps_sync", link=0.1, apply=0.05) == pytest.approx(4 * 0.1 + 1 + 4 * 0.1 + 0.05)
     assert step_time("ps_sync", speeds=(1.0,), link=0.1, apply=0.05) == pytest.approx(1.25)
     assert step_time("ps_sync", speeds=(1.0,), link=0.1, apply=0.05) == pytest.approx(1.25)
 
@@ -154,6 +154,14 @@ def test_a_server_is_a_queue_and_more_servers_make_it_shorter():
 def test_a_server_beside_a_worker_takes_its_updates_out_of_that_workers_computing():
     own, beside = (play(parse("ps_async"), machine(servers=1, apply=0.2, beside=b), steps=60) for b in (False, True))
     assert beside.step_time_s > own.step_time_s
+
+
+def test_a_worker_sends_nothing_to_the_server_on_its_own_device():
+    """Its messages do not use the link, so the other worker's do not wait for them, nor it for those."""
+    d = parse("ps_async")
+    one, other = Worker(step_s=1.0), Worker(step_s=1.0, push_s=2.0, pull_s=2.0)
+    played = play(d, Machine(workers=(one, other), servers=(Server(receive_s=2.0, send_s=2.0, beside=0),)), steps=100)
+    assert played.step_time_s == pytest.approx(2 / (1 + 1 / 5), rel=0.02)
 
 
 def test_a_quorum_does_not_wait_for_a_worker_that_is_lost():

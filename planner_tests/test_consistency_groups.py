@@ -23,7 +23,7 @@ from asa.ir.plan import DataDegree, Plan
 from asa.launch import run_ranks
 from asa.report.jobs.job import per_node
 from asa.report.snippets import TOOLS
-from asa.report.uniform_choice import choose
+from asa.report.snippets.uniform_choice import choose
 from asa.strategies import offered
 from asa.zoo.models import build
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import training
 
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
 from asa.executor.training.prefetch import Prefetcher
@@ -100,6 +100,25 @@ def test_one_worker_alone_has_nobody_to_wait_for_and_writes_its_log(tmp_path):
     assert [0 < e["measurements"]["utilisation"] <= 1 for e in of(events, "epoch")] == [True]
     assert not [e for e in of(events, "note") if "momentum" in e["message"]]
     assert (tmp_path / "log.jsonl").read_text().count('"live": [0]') == 1
+
+
+@pytest.mark.parametrize("text", ["local_sgd:period=1", "diloco:period=1:outer_rate=1:outer_momentum=0"])
+def test_averages_of_every_step_are_data_parallelism_also_with_unequal_workers_and_several_epochs(tmp_path, text):
+    plain = training.plan("logistic", ranks=2, batch=9)  # 5 and 4 samples
+    averaged = replace(plain, strategy=text, consistency=parse(text))
+    losses = [
+        [e["train_loss"] for e in of(run(p, tmp_path / str(i), epochs=3), "epoch")]
+        for i, p in enumerate((plain, averaged))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(1, "learning rate$"), (2, "or let workers wait more")])
+def test_workers_that_do_not_wait_end_inside_an_epoch_whose_loss_is_not_finite(tmp_path, monkeypatch, ranks, words):
+    monkeypatch.setattr("asa.executor.running.asynchronous.VOTE_EVERY_S", 0.0)
+    monkeypatch.setenv(faults.VARIABLE, "exception:the epoch went on@point=data,step=8")
+    with pytest.raises(WorkersFailedError, match=f"no longer finite in epoch 0; lower the .*{words}"):
+        run(under("ps_async", ranks), tmp_path, epochs=1, steps_per_epoch=20, lr=1e30)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

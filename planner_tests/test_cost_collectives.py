@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asa.cost.machine import presets
-from asa.cost.traffic.collectives import Links, carried, interpolate, seconds
+from asa.cost.traffic.collectives import Links, carried, interpolate
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap
 from asa.ir.traffic import COLLECTIVE_OPS, Collective
@@ -22,6 +22,10 @@ DEVICE = Device(name="d", type="cuda", memory_bytes=2**34)
 def table(ranks: int, points: dict[int, float], op: str = "all_reduce") -> CollectiveTable:
     found = tuple(sorted(points.items()))
     return CollectiveTable(op=op, ranks=ranks, points=found, status="measured", source="a test")
+
+
+def seconds(some: Cluster, collective: Collective) -> float:
+    return Links(some).seconds(collective)
 
 
 def cluster(*levels: Level) -> Cluster:

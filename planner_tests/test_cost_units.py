@@ -26,8 +26,8 @@ from asa.ir.profile import Profile
 from asa.ir.traffic import Adjacent, Share
 from asa.launch import run_ranks
 from asa.profiler.measure import profile_module
-from asa.sharding import segment
-from asa.sharding.updates import owners
+from asa.sharding.collectives import segment
+from asa.sharding.gradients.updates import owners
 from asa.strategies import offered
 from asa.strategies.zero1 import SharedOptimizer
 from asa.zoo.data import GlobalOrder
@@ -51,7 +51,7 @@ def profile_of(build: Callable[[], nn.Module], batch: int) -> Profile:
     """Measured once for all tests that ask."""
     return profile_module(
         build(), torch.zeros((2, *SHAPE)), spec=build.__name__, num_classes=CLASSES, global_batch=batch,
-        device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
+        device=torch.device("cpu"), time_limit_s=60.0, max_tensor_degree=1,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from asa.api.calls import Call
-from asa.api.coupling import KEEPS, coupled
+from asa.api.model.coupling import KEEPS, coupled
 from benchmarks.program_table.strange import ByNorm
 
 

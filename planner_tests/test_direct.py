@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from asa.launch import run_ranks
-from asa.sharding import collectives, direct, segment
-from asa.sharding.axis import Axis
-from asa.sharding.direct import (
+from asa.sharding.collectives import along_axis as collectives
+from asa.sharding.collectives import direct, segment
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.direct import (
     Pending,
     all_gather_into_tensor,
     all_reduce,
@@ -23,7 +24,7 @@ from asa.sharding.direct import (
     directly,
     reduce_scatter_tensor,
 )
-from asa.sharding.sharded import sharded
+from asa.sharding.gradients.sharded import sharded
 
 
 def _compare(rank: int, ranks: int, apart: bool) -> list[str]:

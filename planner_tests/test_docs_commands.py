@@ -111,7 +111,7 @@ def test_the_pages_on_programs_can_be_taken_in_at_once() -> None:
 
 
 def test_the_studies_of_the_page_are_those_there_are() -> None:
-    from asa.cli import study_grid
+    from asa.cli.commands import study_grid
 
     page = (ROOT / "docs" / "studies.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", page, re.M) == list(study_grid.known())

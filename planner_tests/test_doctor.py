@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asa.cli import doctor, places, system_checks
+from asa.cli import places
+from asa.cli.commands import doctor, system_checks
 from asa.cli.console import Console
 from asa.planner.stage import ilp
 from asa.planner.stage.problem import Solution

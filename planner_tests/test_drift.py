@@ -24,9 +24,9 @@ from asa.ir.profile import Profile
 from asa.planner import Request, plan
 from asa.planner.answer.prediction import predict
 from asa.profiler.drift import Reference
-from asa.report.cluster import drifted
-from asa.report.cluster import render as render_cluster
-from asa.report.profile import render as render_profile
+from asa.report.text.cluster import drifted
+from asa.report.text.cluster import render as render_cluster
+from asa.report.text.profile import render as render_profile
 
 STEADY = Drift(readings=((0.0, 1.0), (1.0, 1.0)), noise=0.01)
 

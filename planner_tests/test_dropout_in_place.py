@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import SampleContext
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.randomness.samples import SampleContext
 from asa.tracing import trace
 
 

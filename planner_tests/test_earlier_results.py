@@ -9,7 +9,8 @@ from pathlib import Path
 import nouns
 import pytest
 
-from asa.cli import entry, places, train, verbs
+from asa.cli import entry, places, verbs
+from asa.cli.commands import train
 from asa.cli.console import Console
 from asa.errors import UsageError
 from asa.ir import codec

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
+from tables import some
 from torch import nn
 
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import confirmed, verify
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
-from asa.sharding import batchnorm, boundary, replicated
+from asa.sharding.collectives import boundary
+from asa.sharding.gradients import replicated
+from asa.sharding.layers import batchnorm
 from asa.strategies import offered
 from planner_tests.hand_plans import Choose, alternating, hand_plan, model_of, uniform
 from planner_tests.small_models import CLASSES, INPUT, MODELS, Auxiliary, build
@@ -27,14 +30,19 @@ def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
     return verified(plan, name, samples=samples, steps=steps)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize(
-    ("width", "choose"),
-    [(2, uniform(2, 1)), (2, uniform(1, 2)), (3, uniform(1, 3)), (4, alternating(4))],
-    ids=["ddp", "tensor", "uneven-tensor", "mixed"],
-)
-def test_plans_train_as_one_device_does(name: str, width: int, choose: Choose) -> None:
-    found = check(name, width, choose)
+LAYOUTS: dict[str, tuple[int, Choose]] = {
+    "ddp": (2, uniform(2, 1)), "tensor": (2, uniform(1, 2)), "uneven-tensor": (3, uniform(1, 3)),
+    "mixed": (4, alternating(4)),
+}  # fmt: skip
+TESTED = [
+    ("ddp", "blocks"), ("tensor", "perceptron"), ("tensor", "vision_transformer"), ("uneven-tensor", "plain"),
+    ("uneven-tensor", "blocks"), *product(["mixed"], MODELS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "name"), some(product(LAYOUTS, sorted(MODELS)), TESTED))
+def test_plans_train_as_one_device_does(layout: str, name: str) -> None:
+    found = check(name, *LAYOUTS[layout])
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     assert found.max_rel_error < 1e-9
 

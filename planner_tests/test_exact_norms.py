@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.launch import run_ranks
-from asa.sharding.axis import Axis
-from asa.sharding.batchnorm import synchronise
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.batchnorm import synchronise
 from asa.tracing import trace
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -32,7 +32,7 @@ from asa.ir import codec
 from asa.ir.plan import Baseline, DataDegree, Plan, Stage, TensorDegree
 from asa.launch import run_ranks
 from asa.report.snippets import TOOLS
-from asa.report.uniform_choice import choose, name_of
+from asa.report.snippets.uniform_choice import choose, name_of
 from asa.scheduler import adapt
 from asa.strategies import offered
 from asa.zoo.models import build

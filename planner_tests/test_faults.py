@@ -178,7 +178,7 @@ def test_patience_in_a_validation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_settings_timeout_reaches_the_command() -> None:
-    from asa.cli.train import VERBS
+    from asa.cli.commands.train import VERBS
 
     (option,) = [o for o in VERBS[0].options if o.name == "timeout"]
     (field,) = [f for f in dataclasses.fields(training.settings(Path())) if f.name == "timeout_s"]

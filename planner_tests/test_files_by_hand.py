@@ -40,8 +40,8 @@ def test_curves_by_hand_say_the_time_to_a_target(place, capsys):
     assert entry.run([*asked, "--consistency", "any", "--target", "accuracy=0.9", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)["consistency"]
     by = {r["name"]: r for r in made["rows"]}
-    assert by["ddp"]["steps"]["mean"] == 20
-    assert by["ddp"]["time_to_target"]["mean_s"] == pytest.approx(20 * by["ddp"]["step_time_s"])
+    assert by["ddp"]["steps"]["median"] == 20
+    assert by["ddp"]["time_to_target"]["median_s"] == pytest.approx(20 * by["ddp"]["step_time_s"])
     assert by["local_sgd"]["time_to_target"] is None
     assert by["local_sgd"]["unknown"]
     assert by["ddp"]["time_to_target"]["cost"] is None
@@ -49,7 +49,7 @@ def test_curves_by_hand_say_the_time_to_a_target(place, capsys):
     assert entry.run([*aimed, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["consistency"]["rows"]
     assert [r["time_to_target"]["cost"] for r in rows] == [
-        pytest.approx(3.6 * 4 * r["time_to_target"]["mean_s"] / 3600) for r in rows
+        pytest.approx(3.6 * 4 * r["time_to_target"]["median_s"] / 3600) for r in rows
     ]  # on four devices
     assert entry.run(aimed) == 0
     assert "its cost" in capsys.readouterr().out.partition("Consistency")[2]
@@ -119,7 +119,7 @@ def _chain(place: Path, count: int, parameter_bytes: int, seconds: float, device
     cluster["num_devices"] = cluster["levels"][0]["devices"] = devices
     for name, data in (("profile", profile), ("cluster", cluster)):
         (place / f"{name}.json").write_text(json.dumps(data))
-    return ["plan", "profile.json", "--cluster", "cluster.json", "--time-limit", "0.3s", "--json"]
+    return ["plan", "profile.json", "--cluster", "cluster.json", "--time-limit", "2s", "--json"]
 
 
 def test_a_model_that_takes_no_time_runs_on_one_device(place, capsys):
@@ -138,7 +138,7 @@ def test_a_plan_that_fits_on_few_devices_is_found_on_more(place, capsys):
         assert any(c.get("offload") for c in made["components"])
     assert entry.run([*argv, "--gpus", "2"]) == 4
     said = json.loads(capsys.readouterr().out)["error"]
-    assert "devices have 16.0 GiB (less 2.67 GiB" in said
+    assert "devices have 16.0 GiB (less 2.58 GiB" in said
     assert "or --gpus 3" in said, "the nearest number, not the double one"
 
 

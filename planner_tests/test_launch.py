@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,18 @@ import torch
 import torch.distributed as dist
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.launch import TorchrunRank, cuda_devices, devices, forking, join, launched, run_ranks, tell, worker
+from asa.launch import (
+    TorchrunRank,
+    cuda_devices,
+    devices,
+    forking,
+    join,
+    launched,
+    or_fail,
+    run_ranks,
+    tell,
+    worker,
+)
 from asa.launch import ranks as starting
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
@@ -434,3 +446,16 @@ def test_devices_are_counted_by_torch_once_it_is_imported(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert cuda_devices() == 3, "a driver may have other files than those that are looked for"
+
+
+def test_an_error_in_a_thread_that_others_wait_for_ends_the_rank_at_once() -> None:
+    def serve() -> None:
+        raise TypeError("a handle of another kind")
+
+    def on_rank(rank: int) -> None:
+        if rank == 1:
+            threading.Thread(target=or_fail(serve), daemon=True).start()
+        time.sleep(300.0)
+
+    with pytest.raises(WorkersFailedError, match=r"rank 1 of 2 failed with TypeError: a handle of another kind"):
+        run_ranks(2, on_rank, threads=1)

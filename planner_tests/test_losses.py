@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import training
 
 import asa
 from asa.cli.replanning import regroup as planned_again
-from asa.errors import InfeasibleError, UnavailableError, UsageError, WorkersFailedError
+from asa.errors import InfeasibleError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
 from asa.executor.running import outdir
 from asa.executor.running.member import Job
 from asa.executor.running.rank_losses import RankLosses
@@ -27,11 +28,12 @@ from asa.executor.training import checkpoint, worker
 from asa.executor.training.logs import RunLog
 from asa.executor.training.worker import Worker
 from asa.ir import codec
+from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import alive, devices, faults
 from asa.launch.forking import fork_beside_threads
 from asa.launch.ranks import run_ranks
-from asa.report.training import replan_line
+from asa.report.text.training import replan_line
 from asa.scheduler import adapt
 from asa.strategies import offered
 
@@ -75,6 +77,32 @@ def test_ranks_that_nobody_waits_for_are_noticed(
     assert caught.value.lost
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["exit_code"], result["rank"]) == (6, caught.value.rank)
+
+
+@pytest.mark.parametrize(("step", "exit_code"), [(2, 6), (8, 75)])
+def test_a_run_that_was_asked_to_stop_is_not_started_again_for_a_lost_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, exit_code: int
+) -> None:
+    """The first checkpoint is that of step 6."""
+    usual = worker.played
+
+    def lost_while_stopping(model: Any, samples: Any, now: int, *args: Any, **kwargs: Any) -> Any:
+        if now == step and model.rank == 1:
+            asked: list[int] = []
+            signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+            os.kill(os.getppid(), signal.SIGTERM)
+            while not asked:  # the launcher passes it on
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(model, samples, now, *args, **kwargs)
+
+    monkeypatch.setattr(worker, "played", lost_while_stopping)
+    kind = PreemptedError if exit_code == 75 else WorkersFailedError
+    line = "stopped on request, but rank 1 of 2 was killed .* the newest checkpoint is of step 6"
+    with pytest.raises(kind, match=line if exit_code == 75 else "rank 1 of 2 was killed"):
+        _run(tmp_path, regroup=_fewer)
+    assert json.loads((tmp_path / "result.json").read_text())["exit_code"] == exit_code
+    assert _log(tmp_path, "checkpoint")[-1]["step"] == 6 if exit_code == 75 else not _log(tmp_path, "checkpoint")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -301,6 +329,32 @@ def test_a_rank_that_is_killed_twice_in_one_step_by_chance_is_started_again(
         failure = WorkersFailedError("rank 0 of 2 was killed", rank=0, step=9, signal=9, lost=True)
         seen.append(answers.next_job(job, job.plan, failure, log).plan.num_ranks)
     assert seen == [2, 2, 1]
+
+
+def test_a_rank_that_a_plan_left_out_for_a_while_is_there_again_after_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaving_out(executor: Any, epochs: range, announce: Any) -> Iterator[Any]:
+        for record in adapt(executor, epochs, announce):
+            if record.epoch == 0:
+                old, alone = executor.plan, training.plan("logistic", ranks=1)
+                executor.migrate(alone, (0,))
+                announce(
+                    {
+                        "event": "replan", "kind": "switch", "epoch": 0, "step": record.step, "old": fingerprint(old),
+                        "new": fingerprint(alone), "why": "rank 1 is slow", "rung": "fewer", "processes": [0],
+                        "predicted_gain": 0.5, "predicted_seconds": 1.0, "seconds": 1.0, "batch_norm": None,
+                    }
+                )  # fmt: skip
+            yield record
+
+    monkeypatch.setenv(faults.VARIABLE, f"kill@rank=0,step=14,point=forward,once={tmp_path / 'once'}")
+    settings = training.settings(tmp_path / "run", epochs=3)
+    plan = training.plan("logistic", ranks=2)
+    result = train(plan, settings, strategies=offered(), adapt=leaving_out, regroup=_fewer)
+    assert result["exit_code"] == 0
+    assert [e["epoch"] for e in result["epochs"]] == [0, 1, 2]
+    assert [e["measurements"]["num_ranks"] for e in result["epochs"]] == [2, 1, 2]
 
 
 def _no_epochs(*_: Any) -> Iterator[Any]:

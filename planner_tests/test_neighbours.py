@@ -14,7 +14,7 @@ from asa.executor.measuring.equivalence import _batch, _step
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.launch import run_ranks
-from asa.sharding import direct
+from asa.sharding.collectives import direct
 from asa.strategies import offered
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent

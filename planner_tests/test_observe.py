@@ -22,8 +22,8 @@ from asa.executor.training.stopping import StopRequest
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
-from asa.sharding import segment
-from asa.sharding.waits import Kind, level_of
+from asa.sharding.collectives import segment
+from asa.sharding.collectives.waits import Kind, level_of
 from asa.strategies import offered
 from asa.zoo.models import build
 

@@ -22,8 +22,15 @@ from asa.ir.streams import piece
 from asa.ir.study import Published, Study, StudyCell, StudyRow
 from asa.planner.questions.explain import Difference, Term
 from asa.planner.questions.frontier import Frontier, MemoryPoint
-from asa.report import charts, page, plan_drawing, plan_page, run_page, steps, study_figures, study_page
-from asa.report.story import story
+from asa.report.figures import charts
+from asa.report.figures import plan as plan_drawing
+from asa.report.pages import bench as page
+from asa.report.pages import plan as plan_page
+from asa.report.pages import run as run_page
+from asa.report.pages import steps
+from asa.report.pages import study as study_page
+from asa.report.text import study_values as study_figures
+from asa.report.text.story import story
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (390, 1280)

@@ -110,7 +110,7 @@ def _messages(rank: int, plan: Plan, name: str) -> tuple[Counter[tuple[str, int,
     """What one step of training sends, and the names this rank holds on a device with memory."""
     import torch.distributed as dist
 
-    from asa.sharding import transfer
+    from asa.sharding.collectives import transfer
 
     model = materialize(
         plan, copy_of(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")

@@ -27,7 +27,7 @@ from asa.executor.training.stopping import StopRequest
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.scheduler import adapt
-from asa.sharding import direct
+from asa.sharding.collectives import direct
 from asa.strategies import offered
 from asa.zoo.models import build as build_zoo
 from planner_tests.small_models import INPUT, build

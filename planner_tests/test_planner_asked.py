@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import known_models
+import nouns
 import pytest
 
 from asa.cost.machine import presets
 from asa.errors import InfeasibleError, UsageError
-from asa.planner import Pin, Request, plan
+from asa.planner import Pin, Request, plan, verify
 from asa.planner.questions.explain import why_not
 from asa.planner.questions.frontier import changes
 from asa.strategies import offered
@@ -84,3 +85,15 @@ def test_what_changes_along_a_frontier_is_named() -> None:
     assert "to zero3 x4" in said
     one = replace(found, components=(*found.components[:-1], other.components[-1]))
     assert changes(found, one) == f"{found.components[-1].name} to zero3 x4"
+
+
+def test_a_certificate_says_with_how_many_busy_devices_stages_are_priced() -> None:
+    """Ranks that share cores are slower the more of them work."""
+    profile, cluster = nouns.profile(), nouns.cluster(4)
+    two = plan(profile, cluster, offered(), asked(gpus=2, global_batch=8, strategies=("1f1b",)))[0]
+    wider = replace(two, gpus=4)
+    seconds = [verify(p, profile, cluster, offered()).step_time_s for p in (two, wider)]
+    assert seconds[0] == two.prediction.step_time_s < seconds[1]
+    for gpus in (2, 3, 4):
+        found = plan(profile, cluster, offered(), asked(gpus=gpus, global_batch=8))[0]
+        assert (f"priced with all {gpus} devices busy" in found.certificate.space) == (gpus > 2)

@@ -13,10 +13,13 @@ import pytest
 from asa.cost.machine import presets
 from asa.ir.plan import Plan
 from asa.planner import Request, plan
+from asa.planner.budget import USUAL
 from asa.schedules import schedules
 from benchmarks.certificate import Evaluator, check, moves
 
 STAGED = replace(fake_strategies.FULL, schedules=schedules(), checkpoint=True)
+PATIENT = replace(USUAL, patience_s=60.0)
+"""A busy machine gets the same answers with it."""
 CASES = [
     ("resnet50", "v100-dgx1-8", None),
     ("resnet50", "t4-8x1-25g-tcp", None),
@@ -34,12 +37,12 @@ MODELS = {
 def solved(model: str, cluster: str, share: float | None) -> tuple[Plan, Request, tuple[object, ...]]:
     """On 4 devices; ``share``: memory over what the plan without a limit takes."""
     profile, links = known_models.profile(MODELS[model](), 500.0, 64), presets.load(cluster)
-    request = Request(gpus=4, global_batch=32, prefer_simple=False, time_limit_s=3.0)
-    found = plan(profile, links, STAGED, request)[0]
+    request = Request(gpus=4, global_batch=32, prefer_simple=False, time_limit_s=12.0)
+    found = plan(profile, links, STAGED, request, budget=PATIENT)[0]
     if share is not None:
         held = max(found.prediction.memory_bytes_per_rank)
         request = replace(request, memory_bytes=int(share * held) + 2 * 2**30)
-        found = plan(profile, links, STAGED, request)[0]
+        found = plan(profile, links, STAGED, request, budget=PATIENT)[0]
     return found, request, (profile, links, STAGED)
 
 

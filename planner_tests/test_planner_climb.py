@@ -16,7 +16,7 @@ from asa.ir.cluster import RankDevice
 from asa.ir.profile import Profile
 from asa.planner import Request, clock
 from asa.planner.answer.canonical import improved
-from asa.planner.pipeline.climb import Climber, first_plans
+from asa.planner.pipeline.climb import Climber, Neighbours, first_plans
 from asa.planner.pipeline.practice import on_fewer, practice
 from asa.planner.pipeline.sketch import PipelineOutline, Sketch
 from asa.planner.space.candidate import Prices
@@ -74,7 +74,7 @@ def test_first_plans_do_not_depend_on_how_busy_the_machine_is(monkeypatch):
         own = prices("resnet50", "l4-pcie-8", 8, 64)
         begun = clock.counted()
         some = [
-            practice(own, anything, clock.counted() + 0.05),
+            practice(own, anything, clock.counted() + 0.05)[0],
             on_fewer(own, anything, INF, clock.counted() + 0.05),
             first_plans(own, anything, INF, clock.counted() + 0.1)[0],
         ]
@@ -118,3 +118,14 @@ def test_an_outline_recomputes_what_does_not_fit():
     found = climber.candidate(outline)
     assert tight.fits(found)
     assert 0 < sum(way.checkpoint for way in found.ways) < len(found.ways)
+
+
+def test_cuts_in_a_row_move_together():
+    # Of equal components in stages of equal length, moving one cut alone makes a stage longer.
+    own = prices("vit_b_16", "l4-pcie-8", 4, 64)
+    sketch = Sketch(own, anything, INF)
+    style = sketch.styles(1, 4, save_memory=False)[0]
+    x = PipelineOutline((0, 3, 6, 9), (1, 1, 1, 1), (style,) * 4, 4, "1f1b")
+    found = {y.starts for y in Neighbours(sketch).of(x)}
+    assert {(0, 4, 7, 9), (0, 2, 5, 8), (0, 3, 7, 10), (0, 4, 7, 10)} <= found
+    assert all(a < b for starts in found for a, b in itertools.pairwise(starts))

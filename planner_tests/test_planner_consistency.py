@@ -15,9 +15,10 @@ from asa.ir.consistency import NAMES, parse
 from asa.ir.staleness import PLAIN, Curve, Setting, Staleness, Target, TrainingRun
 from asa.planner import Request, plan
 from asa.planner.answer.consistency import EVEN, UNEVEN, Consistency, compare
-from asa.report import consistency as report
-from asa.report import staleness_figures
-from asa.report.tables import plain as text
+from asa.planner.space.baselines import check_request
+from asa.report.figures import staleness as staleness_figures
+from asa.report.text import consistency as report
+from asa.report.text.tables import plain as text
 from asa.schedules import schedules
 
 FULL = fake_strategies.FULL
@@ -113,20 +114,20 @@ def test_without_a_target_nothing_is_said_of_steps():
 def test_time_to_a_target_is_steps_times_seconds():
     found = table(box(links=1e-6), target=NINE, known=(KNOWN,))
     by = rows(found)
-    assert (by[EVEN].steps.mean, by[EVEN].steps.low, by[EVEN].steps.high) == (22, 20, 24)
+    assert (by[EVEN].steps.median, by[EVEN].steps.low, by[EVEN].steps.high) == (22, 20, 24)
     time = by[EVEN].time_to_target
-    assert time.mean_s == pytest.approx(22 * by[EVEN].step_time_s)
+    assert time.median_s == pytest.approx(22 * by[EVEN].step_time_s)
     assert time.low_s == pytest.approx(20 * by[EVEN].step_time_low_s)
     assert time.high_s == pytest.approx(24 * by[EVEN].step_time_high_s)
     assert by["ps_sync"].steps == by[EVEN].steps
     late = by["ps_async"]
-    assert late.steps.mean == pytest.approx(20 + late.mean_age * 24)
+    assert late.steps.median == pytest.approx(20 + late.mean_age * 24)
     other = rows(table(box(), target=NINE, known=(KNOWN,), asked=("ps_async:momentum=0.5",)))["ps_async:momentum=0.5"]
     assert other.time_to_target is None
     assert "momentum 0.5" in other.unknown
-    assert by["local_sgd"].steps.mean == 22
+    assert by["local_sgd"].steps.median == 22
     assert found.first
-    means = {r.name: r.time_to_target.mean_s for r in found.rows if r.time_to_target and r.time_to_target.mean_s}
+    means = {r.name: r.time_to_target.median_s for r in found.rows if r.time_to_target and r.time_to_target.median_s}
     assert found.first == min(means, key=means.get)
 
 
@@ -186,7 +187,7 @@ def test_what_devices_cannot_do_is_refused_in_its_row():
 
 def test_a_plan_under_a_discipline_has_the_time_of_its_clock():
     """Figures of a discipline count: two servers are not one."""
-    by = rows(table(box(), asked=("ps_async:servers=2", "local_sgd:period=16")))
+    by = rows(table(box(), asked=("ps_async:servers=2", "ps_sync:servers=2", "local_sgd:period=16")))
     for name in ("ps_async", "ps_async:servers=2", "local_sgd:period=16"):
         request = Request(gpus=4, global_batch=16, strategies=(name,))
         made = plan(nouns.profile(), box(), FULL, request)[0]
@@ -195,15 +196,15 @@ def test_a_plan_under_a_discipline_has_the_time_of_its_clock():
         assert p.step_time_s == pytest.approx(by[name].step_time_s, rel=1e-6)
         assert p.step_time_low_s < p.step_time_s < p.step_time_high_s
         assert p.compute_s + p.exposed_communication_s + p.bubble_s == pytest.approx(p.step_time_s)
-    assert by["ps_async:servers=2"].step_time_s < by["ps_async"].step_time_s
+    assert by["ps_sync:servers=2"].step_time_s < by["ps_sync"].step_time_s
 
 
 def test_figures_show_every_known_time_and_every_seed():
     found = table(box(), target=NINE, known=(KNOWN,))
     times, late, rare = staleness_figures.charts(found, KNOWN)
-    known = {r.name: r.time_to_target for r in found.rows if r.time_to_target and r.time_to_target.mean_s}
-    assert {row[0]: row[1:] for row in times.rows} == {n: (t.low_s, t.mean_s, t.high_s) for n, t in known.items()}
-    assert [row[2] for row in times.rows] == sorted(t.mean_s for t in known.values())
+    known = {r.name: r.time_to_target for r in found.rows if r.time_to_target and r.time_to_target.median_s}
+    assert {row[0]: row[1:] for row in times.rows} == {n: (t.low_s, t.median_s, t.high_s) for n, t in known.items()}
+    assert [row[2] for row in times.rows] == sorted(t.median_s for t in known.values())
     at = {row[:2]: row[2:] for row in (*late.rows, *rare.rows)}
     assert at[PLAIN.words, 22] == (0.1, pytest.approx(0.525), 0.95)
     assert {name for name, _ in at} == {c.setting.words for c in KNOWN.curves}
@@ -237,6 +238,8 @@ def test_what_no_discipline_runs_with_and_names_that_do_not_exist_are_refused_be
         plan(nouns.profile(), box(), FULL, request)
     with pytest.raises(UsageError, match=r"no strategy 'ps_bound'; one of asa, .*, ps_bounded"):
         plan(nouns.profile(), box(), FULL, replace(request, strategies=("ps_bound",)))
+    with pytest.raises(UsageError, match="ps_async runs where it is asked for by name"):  # before anything is measured
+        check_request(None, FULL, replace(request, strategies=("ps_async", "ddp"), compression="none"))
 
 
 def test_groups_of_one_device_say_so_and_keep_their_own_advice():

@@ -12,6 +12,7 @@ import joint_oracle
 import pytest
 from floor_bounds import floors
 from random_pipelines import RandomPipelines
+from tables import some
 
 from asa.planner.budget import Effort
 from asa.planner.pipeline.explored import Explored
@@ -47,7 +48,7 @@ def truth_of(case: int, memory: float | None = None) -> float:
     return joint_oracle.best(small(case) if memory is None else small(case, memory=memory))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some(range(2), [0]))
 def test_the_search_finds_what_brute_force_finds(seed):
     impossible = 0
     for case in range(seed * 60, seed * 60 + 60):

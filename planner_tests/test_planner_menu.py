@@ -180,3 +180,24 @@ def test_the_collector_is_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_equal_components_share_a_price_and_it_is_the_price_of_each():
+    graph = known_models.transformer(8, 256)
+    large = replace(graph.components[2], parameter_bytes=9 * graph.components[2].parameter_bytes)
+    mixed = replace(
+        graph, components=(*graph.components[:2], large, *graph.components[3:])
+    )  # more in front than behind
+    for model in (graph, mixed):
+        profile = known_models.profile(model, 300.0, 16)
+        for cluster, gpus in ((presets.load("t4-8x1-25g-tcp"), 4), (noisy(), 4)):
+            prices = Prices(Space(profile, cluster, offered(), Request(gpus=gpus, global_batch=48)))
+            for pricer in (prices.pricer(gpus, m, busy) for m, busy in ((1, None), (4, 4))):
+                for layout in prices.space.layouts(gpus, 1):
+                    for i in range(len(model)):
+                        for way in prices.space.ways_in(i, layout):
+                            own = pricer.price(pricer.figures(i, way))
+                            assert pricer.component(i, way) == own
+                    for way in prices.space.ways_in(5, layout):
+                        if way.data.strategy in ("zero2", "zero3"):  # nothing is sent in buckets
+                            assert len({id(pricer.cost(k, way)) for k in (5, 6, 7)}) == 1

@@ -18,6 +18,8 @@ from asa.planner.pipeline.practice import on_fewer
 from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
+from asa.planner.stage.lookup import StageLookup
+from asa.planner.stage.problem import MS
 from asa.strategies import offered
 
 INF = float("inf")
@@ -94,3 +96,19 @@ def test_unequal_devices_in_tight_memory_get_shares_of_weights_and_state_on_fewe
     assert found.ranks == 4
     assert len(set(found.ways[0].layout.weights)) == 2
     assert prices.fits(found)
+
+
+def test_once_per_step_work_of_wide_stages_is_that_of_their_own_number_of_microbatches():
+    """With fewer samples a microbatch, a wide stage has layouts that it does not have with one microbatch."""
+    many = presets.load("h100-4x8-ib")
+    graph = known_models.transformer(12, 768)
+    profile = on_device(known_models.profile(graph, 20_000.0, 64, floor_s=1e-6), many)
+    prices = Prices(Space(profile, many, offered(), Request(gpus=32, global_batch=64, optimizer="adamw")))
+    stages, lower = StageLookup(prices, anything), 0
+    for width, m in itertools.product((22, 24, 32), (2, 16, 64)):
+        compute_ms = m * sum(prices.compute(width, m)) * MS
+        once = stages.floor(width, m).once
+        least = max(compute_ms, compute_ms * (1 - 1 / m) + once)
+        assert stages.independent_bound(width, m, compute_ms) <= least * (1 + 1e-9)
+        lower += once < stages.floor(width, 1).once
+    assert lower > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -16,14 +17,15 @@ import pytest
 from asa.cost.machine import presets
 from asa.errors import InfeasibleError, InvalidInputError
 from asa.ir import codec
-from asa.ir.cluster import Cluster
+from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, decide, parse_pin, plan, verify
-from asa.planner.answer.infeasible import low_peak_plans
+from asa.planner.answer.infeasible import hopeless, low_peak_plans
 from asa.planner.pipeline.whole import table
 from asa.planner.search import Outcome
+from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Space, layouts, widths
 from asa.strategies import offered
@@ -368,3 +370,43 @@ def test_an_absurd_batch_is_no_reason_to_look_at_absurdly_long_pipelines():
     found = list(low_peak_plans(Prices(Space(nouns.profile(), nouns.cluster(2), offered(), request))))
     assert any(len(x.candidate.widths) > 1 for x in found)
     assert all(x.candidate.num_microbatches <= MOST_IN_A_PIPELINE for x in found if len(x.candidate.widths) > 1)
+
+
+@pytest.mark.parametrize(("name", "gpus", "fast"), [("v100-2x8-25g-tcp", 16, 0), ("a100-nvlink-8", 8, 3)])
+def test_pipelines_with_low_peaks_have_stages_that_can_be(name, gpus, fast):
+    """Inside a node or on whole ones, and of devices of one kind."""
+    cluster = presets.load(name)
+    if fast:
+        devices = tuple(RankDevice(name="any", speed=1.0 if r < fast else 0.5) for r in range(gpus))
+        cluster = replace(cluster, devices=devices)
+    profile, several = known_models.profile(known_models.transformer(6, 256), 300.0, 64), 0
+    for x in low_peak_plans(Prices(Space(profile, cluster, offered(), Request(gpus=gpus, global_batch=64)))):
+        firsts = [0, *itertools.accumulate(x.candidate.widths)]
+        stages = [range(a, b) for a, b in itertools.pairwise(firsts)]
+        cluster.check_stages(stages)
+        several += len(stages) > 1
+        assert len(stages) == 1 or all(len({cluster.speed(r) for r in ranks}) == 1 for ranks in stages)
+    assert several > 3
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_a_plan_that_fits_is_not_hopeless_because_of_gradients_that_do_not_exist_yet(gpus):
+    """Where the last component gathers most, those in front of it have no gradients yet."""
+    data = {name: FULL.data[name] for name in ("replicate", "zero3")}
+    profile, strategies = nouns.profile(), replace(FULL, data=data, tensor={"none": FULL.tensor["none"]})
+    sizes = (64 * MIB, 16 * MIB, 256 * MIB)
+    parts = tuple(
+        replace(c, parameter_bytes=size, largest_parameter_bytes=size, split=None)
+        for c, size in zip(profile.graph.components, sizes, strict=True)
+    )
+    profile = replace(
+        profile, graph=replace(profile.graph, components=parts), updates=(),
+        timings=tuple(t for t in profile.timings if t.tensor_degree == 1),
+    )  # fmt: skip
+    space = Space(profile, nouns.cluster(gpus), strategies, Request(gpus=gpus, global_batch=8))
+    sharded = uniform("fsdp", Prices(space), 1)
+    limit = int(Prices(space).of(sharded).peak.total) + MIB // 8
+    tight = Prices(Space(profile, space.cluster, strategies, replace(space.request, memory_bytes=limit)))
+    assert tight.fits(sharded)
+    assert not hopeless(tight)
+    assert hopeless(Prices(Space(profile, space.cluster, strategies, replace(space.request, memory_bytes=limit // 2))))

@@ -11,7 +11,8 @@ import known_models
 import pytest
 
 from asa.cost.machine import presets
-from asa.errors import UsageError
+from asa.errors import InfeasibleError, UsageError
+from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.pipeline.practice import practice
 from asa.planner.pipeline.whole import table
@@ -69,7 +70,7 @@ def by_hand(found: Prices) -> float:
 ])  # fmt: skip
 def test_no_uniform_split_is_faster(cluster: str, gpus: int, memory: float) -> None:
     found = prices(cluster, gpus, memory)
-    best = practice(found, anything)
+    best, _ = practice(found, anything)
     by = by_hand(found)
     if best is None:
         assert by == float("inf")
@@ -91,7 +92,7 @@ def test_the_answer_is_never_behind_standard_practice() -> None:
 
 def test_over_several_nodes_no_other_whole_strategy_is_faster() -> None:
     found = prices("h100-4x8-ib", 32, 2.6e9, batch=64)
-    tried = practice(found, anything)
+    tried, _ = practice(found, anything)
     assert isinstance(tried, Candidate)
     assert found.of(tried).cost.total_s <= min(
         (r.seconds for r in table(found) if r.fits and not r.name.endswith("+ckpt")), default=float("inf")
@@ -138,3 +139,77 @@ def test_the_enumeration_notices_a_slower_answer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(enumeration, "plan", slower)
     asked = Request(gpus=1, global_batch=64, optimizer="adamw", offload="never", time_limit_s=0.2)
     assert enumeration.compared("small", PROFILE, presets.load("h100-nvlink-8"), asked).behind > enumeration.BEHIND
+
+
+def test_a_batch_that_fits_is_not_cut_because_small_parts_were_measured_faster() -> None:
+    whole = PROFILE.timings
+
+    def slower(timing):  # twice the time for each sample from 16 samples on, as on a machine that was busy just then
+        stretch = 2.0 if timing.microbatch >= 16 else 1.0
+        times = {k: getattr(timing, k) for k in ("forward", "backward")}
+        return replace(timing, **{k: replace(t, **{q: stretch * getattr(t, q) for q in ("median", "p10", "p90")})
+                                  for k, t in times.items()})  # fmt: skip
+
+    profile = replace(PROFILE, timings=tuple(slower(t) for t in whole))
+    cluster = presets.load("a100-nvlink-8")
+
+    def counts(memory: float | None) -> set[int]:
+        asked = Request(gpus=1, global_batch=64, optimizer="adamw", memory_bytes=memory and int(memory))
+        best, _ = practice(Prices(Space(profile, cluster, offered(), asked)), anything)
+        assert best is not None
+        return {best.num_microbatches, plan(profile, cluster, offered(), asked)[0].num_microbatches}
+
+    assert counts(None) == {1}
+    assert 1 not in counts(3e9)  # there memory asks for several
+
+
+@pytest.mark.parametrize(("cluster", "gpus", "name"), [
+    ("a100-nvlink-8", 2, "hybrid+ckpt"), ("a100-nvlink-8", 1, "hybrid+ckpt"), ("v100-dgx1-8", 4, "hybrid+ckpt,ddp"),
+])  # fmt: skip
+def test_where_no_uniform_split_fits_a_remedy_that_works_is_named(cluster: str, gpus: int, name: str) -> None:
+    asked = Request(gpus=gpus, global_batch=64, optimizer="adamw", memory_bytes=2 * GIB, strategies=(*name.split(","),))
+    if gpus == 1:
+        asked = replace(asked, memory_bytes=GIB)
+    with pytest.raises(InfeasibleError, match=r"no uniform split fits.*try --memory") as caught:
+        plan(PROFILE, presets.load(cluster), offered(), asked)
+    enough = float(str(caught.value).split("--memory ")[1].split("GiB")[0])
+    assert plan(PROFILE, presets.load(cluster), offered(), replace(asked, memory_bytes=int(enough * GIB)))
+
+
+def test_splits_that_were_not_tried_are_in_the_bound() -> None:
+    found = prices("v100-2x8-25g-tcp", 16, None)
+    best, bound_s = practice(found, anything)
+    assert bound_s == float("inf")
+    none, bound_s = practice(found, anything, -1e9)
+    assert none is None
+    assert bound_s <= found.of(best).cost.total_s
+    first, bound_s = practice(found, anything, -1e9, 1e12)  # until one fits, and no longer
+    assert found.fits(first)
+    assert bound_s <= found.of(best).cost.total_s < found.of(first).cost.total_s
+
+
+def test_a_search_of_uniform_splits_that_was_stopped_proves_no_more_than_it_tried() -> None:
+    cluster = presets.load("v100-2x8-25g-tcp")
+    asked = Request(gpus=16, global_batch=64, strategies=("hybrid+ckpt",), time_limit_s=60)
+    longer = plan(PROFILE, cluster, offered(), asked)[0]
+    assert longer.certificate.status == "optimal"
+    stopped = plan(PROFILE, cluster, offered(), replace(asked, time_limit_s=1e-3))[0]
+    assert stopped.prediction.step_time_s > longer.prediction.step_time_s
+    assert stopped.certificate.status == "feasible"
+    assert stopped.certificate.lower_bound_s <= longer.prediction.step_time_s
+
+
+def test_a_pipeline_asked_for_by_name_has_the_fastest_number_of_microbatches() -> None:
+    def slower(timing):  # microbatches of 16 samples take 1.5 times as long for each sample
+        stretch = 1.5 if timing.microbatch == 16 else 1.0
+        times = {k: getattr(timing, k) for k in ("forward", "backward")}
+        return replace(timing, **{k: replace(t, **{q: stretch * getattr(t, q) for q in ("median", "p10", "p90")})
+                                  for k, t in times.items()})  # fmt: skip
+
+    profile, cluster = replace(PROFILE, timings=tuple(map(slower, PROFILE.timings))), presets.load("a100-nvlink-8")
+    asked = Request(gpus=4, global_batch=64, strategies=("1f1b",))
+    found = plan(profile, cluster, offered(), asked)[0]
+    own = Prices(Space(profile, cluster, offered(), asked))
+    fastest = min(own.of(c).cost.total_s for c in baselines.candidates("1f1b", own) if own.fits(c))
+    assert found.certificate.status == "optimal"
+    assert found.prediction.step_time_s == pytest.approx(fastest, rel=1e-9)

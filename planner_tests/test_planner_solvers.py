@@ -12,6 +12,7 @@ import numpy as np
 import pulp
 import pytest
 import random_problems
+from tables import some
 
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir.plan import DataDegree, TensorDegree
@@ -33,7 +34,7 @@ def small(rng: random.Random) -> Problem:
     return random_problems.draw(rng, components=components, configs=configs, most=400, tight=tight)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), [0]))
 def test_brute_force_ilp_and_dp_agree(seed):
     rng, feasible = random.Random(seed), 0
     for _ in range(100):

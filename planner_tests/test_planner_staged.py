@@ -13,8 +13,10 @@ import pytest
 from floor_bounds import floors
 
 from asa.cost.machine import presets
+from asa.cost.machine.estimate import on_device
 from asa.cost.planned import price_plan
 from asa.cost.pricing import Pricer, times_of
+from asa.cost.step import ComponentCost
 from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.ir.layout import Layout
@@ -30,6 +32,7 @@ from asa.planner.stage import exhaustive
 from asa.planner.stage.problem import MS
 from asa.schedules import schedules
 from asa.simulator.plan import play, simulate
+from asa.strategies import offered
 
 STAGED = replace(fake_strategies.FULL, schedules=schedules(), checkpoint=True)
 CASES = [(known_models.resnet50(), "v100-dgx1-8"), (known_models.transformer(), "3090-pcie-8")]
@@ -221,3 +224,30 @@ def test_a_pipeline_has_stages_of_whole_nodes_and_none_that_cannot_be_placed(nod
     assert [w for w in widths if w < 16] == list(expected)
     assert all(any(prices.space.placed(rank, w) for rank in range(28 - w + 1)) for w in widths)
     assert ("up to 16 in whole nodes" in prices.space.describe()) == (node in (4, 6))
+
+
+@pytest.mark.parametrize(("graph", "cluster"), [
+    (known_models.resnet50(), "a100-nvlink-8"), (known_models.vgg16(64), "v100-2x8-25g-tcp"),
+])  # fmt: skip
+def test_a_way_that_is_left_out_of_a_stage_holds_up_none_of_the_others_for_longer(graph, cluster) -> None:
+    """Stages in front wait for the last backward, which a larger bucket makes longer."""
+    profile = on_device(known_models.profile(graph, 2000.0, 64), presets.load(cluster))
+    prices = Prices(
+        Space(profile, presets.load(cluster), offered(), Request(gpus=8, global_batch=64, optimizer="adamw"))
+    )
+    kept, pricer, seen = StagedSpace(prices, anything).formulation(2, 1), prices.pricer(2, 1, 8), 0
+    for i, row in enumerate(kept.ways):
+        every = {*row, *(w for w in prices.space.ways(i, 2, 1) if not w.checkpoint)}
+        times = {w: priced(pricer.component(i, w, 0)) for w in every}
+        for way in set(times) - set(row):
+            seen += 1
+            assert any(
+                all(a <= b * (1 + 1e-9) for a, b in zip(times[w], times[way], strict=True))
+                for w in row if w.layout == way.layout
+            ), (i, way)  # fmt: skip
+    assert seen > 10
+
+
+def priced(cost: ComponentCost) -> tuple[float, ...]:
+    forward, backward = cost.forward_s + cost.forward_communication_s, cost.backward_s + cost.backward_communication_s
+    return forward, backward, cost.bucket_s

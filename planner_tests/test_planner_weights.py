@@ -6,9 +6,11 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import known_models
 import pytest
+from tables import some
 
 from asa.cost.machine import presets
 from asa.errors import InvalidInputError
@@ -43,10 +45,14 @@ def reweighted(candidate: Candidate, weights: tuple[int, ...]) -> Candidate:
     return replace(candidate, ways=ways)
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.5), (1.0, 0.7, 0.4)])
-def test_no_weights_beat_the_bound_and_hardly_any_the_answer(profile, speeds) -> None:
-    cluster, count = unlike(*speeds), len(speeds)
+EQUAL_PAIRS, ALL_DIFFERENT = (1.0, 1.0, 0.5, 0.5), (1.0, 0.7, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "number"), some(product([EQUAL_PAIRS, ALL_DIFFERENT], (0, 1)), [(EQUAL_PAIRS, 1), (ALL_DIFFERENT, 0)])
+)
+def test_no_weights_beat_the_bound_and_hardly_any_the_answer(number, speeds) -> None:
+    profile, cluster, count = PROFILES[number], unlike(*speeds), len(speeds)
     asked = Request(gpus=count, global_batch=120, prefer_simple=False, time_limit_s=0.5)
     found = plan(profile, cluster, offered(), asked)[0]
     verified = verify(found, profile, cluster, offered()).step_time_s
@@ -68,11 +74,13 @@ def test_no_weights_beat_the_bound_and_hardly_any_the_answer(profile, speeds) ->
     assert found.prediction.step_time_s <= best * 1.002
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("cluster", ["t4-pcie-4", "a100-nvlink-8"])
-def test_no_components_in_layouts_of_their_own_beat_the_bound(profile, cluster) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "number"),
+    some(product(["t4-pcie-4", "a100-nvlink-8"], (0, 1)), [("t4-pcie-4", 0), ("a100-nvlink-8", 1)]),
+)
+def test_no_components_in_layouts_of_their_own_beat_the_bound(number, cluster) -> None:
     """Over slow links what is sent between layouts decides, and it is in the bound."""
-    rng, links = random.Random(1), presets.load(cluster)
+    profile, rng, links = PROFILES[number], random.Random(1), presets.load(cluster)
     every = (1.0, 0.7, 0.7, 0.7, *[0.7] * (links.num_devices - 4))
     links = replace(links, devices=tuple(RankDevice(name=f"at {s:g}", speed=s) for s in every))
     prices = Prices(Space(profile, links, offered(), Request(gpus=4, global_batch=30)))
@@ -233,3 +241,16 @@ def test_near_the_share_by_speed_every_whole_number_of_samples_is_tried() -> Non
     assert min(found) < 50
     assert max(found) > 460
     assert len(found) <= 30
+
+
+def test_weights_of_large_batches_are_rounded_to_what_a_layout_takes() -> None:
+    assert lowest_terms((2**26, 2**25 + 1, 1)) == (2**24, 2**23, 1)
+    known = presets.load("h100-4x8-ib")
+    devices = tuple(RankDevice(name=f"at {s:g}", speed=s) for s in (1.0, *(0.001,) * 31))
+    cluster, batch = replace(known, devices=devices), 8_000_000
+    prices = Prices(Space(PROFILES[0], cluster, offered(), Request(gpus=32, global_batch=batch)))
+    cut = quickest(prices, 32)
+    assert max(cut) > 2**20
+    assert Layout(width=32, data=32, tensor=1, weights=cut).weights == cut
+    for every in weights(cluster, 32, batch):
+        Layout(width=32, data=32, tensor=1, weights=every)

@@ -19,7 +19,7 @@ from asa.executor.training import checkpoint
 from asa.ir.plan import Plan
 from asa.profiler.machine import require_precision
 from asa.scheduler import adapt
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from planner_tests.hand_plans import traced as traced_model
 from planner_tests.small_models import INPUT, build

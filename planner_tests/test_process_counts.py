@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asa.api.process_counts import _asks, _own_files
+from asa.api.loop.process_counts import _asks, _own_files
 
 
 @pytest.mark.parametrize(

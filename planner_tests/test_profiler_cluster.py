@@ -21,7 +21,7 @@ from asa.profiler.clock import HostClock
 from asa.profiler.collectives import measure_tables, message_within, operation
 from asa.profiler.interconnect import measure_cluster
 from asa.profiler.rounds import agree, slowest, time_together
-from asa.sharding import direct
+from asa.sharding.collectives import direct
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from asa.errors import UsageError
 from asa.ir.codec import dumps, loads
 from asa.ir.profile import Profile
 from asa.launch import run_ranks
-from asa.profiler.measure import profile_model, profile_module
+from asa.profiler.clock import scaled
+from asa.profiler.measure import profile_model, profile_module, slowdown
 from asa.profiler.paths import profile_path
 
 WIDTH = 24
@@ -34,7 +36,7 @@ class Perceptron(nn.Module):
 
 def _profile(**changes) -> Profile:
     model = changes.pop("model", None) or Perceptron()
-    settings = {"global_batch": 4, "time_limit_s": 2.0, "device": torch.device("cpu"), **changes}
+    settings = {"global_batch": 4, "time_limit_s": 60.0, "device": torch.device("cpu"), **changes}
     return profile_module(model, torch.zeros(2, 6, 1, 1), spec="tests:perceptron", num_classes=3, **settings)
 
 
@@ -52,11 +54,20 @@ def cnn() -> tuple[Profile, list[float]]:
         num_classes=10,
         global_batch=8,
         device="cpu",
-        time_limit_s=8.0,
+        time_limit_s=60.0,
         max_tensor_degree=2,
         progress=lambda fraction, _: said.append(fraction),
     )
     return found, said
+
+
+def test_the_speed_of_this_machine_is_that_of_a_profile_that_was_just_made(cnn):
+    made, _ = cnn
+    then = tuple(replace(w, whole=scaled(w.whole, 1e3)) for w in made.whole)
+    now, slower = slowdown(made), slowdown(replace(made, whole=then))
+    assert 0.01 < now < 100, "a busy machine"
+    assert slower < now / 10
+    assert slowdown(replace(made, whole=())) == 1
 
 
 def test_a_profile_is_a_file(profile, tmp_path: Path):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asa
-from asa.api import in_step
 from asa.api.calls import Call
-from asa.api.coupling import coupled
-from asa.api.job_loss import JobLoss
+from asa.api.job.loss import JobLoss
+from asa.api.model.coupling import coupled
+from asa.api.steps import in_step
 from asa.errors import AsaError, UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, assert_as_alone, classes, cross_entropy, epochs, heard_of, numbers

@@ -190,7 +190,7 @@ def _heard(_rank: int, loops: list[Loop], plan: Any) -> list[list[str]]:
         with warnings.catch_warnings(record=True) as heard, pytest.MonkeyPatch.context() as patch:
             warnings.simplefilter("always")
             lines: list[str] = []
-            patch.setattr("asa.api.trial.say", lambda _place, text, lines=lines: lines.append(text))
+            patch.setattr("asa.api.losses.trial.say", lambda _place, text, lines=lines: lines.append(text))
             program.loop(net, opt, batches)
         found.append(lines + [str(w.message) for w in heard])
         net.close()

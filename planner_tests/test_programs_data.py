@@ -113,7 +113,7 @@ def train(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
 
 def placed(name: str, strategy: str, net: nn.Module, cache: Path | None) -> Any:
     return asa.parallelize(
-        net, optimizer(net), (LOADERS | ODD)[name](), strategies=(strategy,), cache=cache, time_limit_s=1,
+        net, optimizer(net), (LOADERS | ODD)[name](), strategies=(strategy,), cache=cache, time_limit_s=0.1,
         cluster="profiles/cluster.local-gloo-2.json", example_input=torch.zeros(2, 2, WIDTH, dtype=torch.float64),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import asa
 from asa.api.calls import Call
-from asa.api.coupling import coupled
+from asa.api.model.coupling import coupled
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, classes, distance, numbers
 
@@ -75,7 +75,7 @@ def _spread(rank: int, plan: Any) -> Any:
     data = [(numbers(5, seed=1), torch.ones((), dtype=torch.float64), torch.tensor(0))] * 8
     placed, _, loader = asa.parallelize(
         called, torch.optim.SGD(called.parameters(), 0.1), DataLoader(data, 8), strategies=("ddp",), cache=None,  # type: ignore[arg-type]
-        cluster="profiles/cluster.local-gloo-2.json", time_limit_s=1,
+        cluster="profiles/cluster.local-gloo-2.json", time_limit_s=0.1,
     )  # fmt: skip
     for x, scale, _y in loader:
         out = placed(x, scale)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import asa
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from asa.sharding.of_rank import Operands
+from asa.sharding.split.of_rank import Operands
 from asa.tracing.records import numbers_in, understood
 from planner_tests.programs import Named, Program, State, assert_as_alone, classes, epochs, heard_of, numbers
 
@@ -378,7 +378,7 @@ class Odd:
 
 
 def _refused(_rank: int, program: Program) -> str:
-    options: Any = {"strategies": ("ddp",), "cache": None, "time_limit_s": 0.5,
+    options: Any = {"strategies": ("ddp",), "cache": None, "time_limit_s": 0.1,
                     "cluster": "profiles/cluster.local-gloo-2.json"}  # fmt: skip
     example = {"x": program.x[:2], "scale": 0.5}
     with pytest.raises(UsageError, match="returns a Odd, whose tensors cannot be found") as refused:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import some
 
-from asa.sharding import replicated
+from asa.sharding.gradients import replicated
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +27,7 @@ def script() -> Any:
     return module
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 12), (3, 3)])
+@pytest.mark.parametrize(("ranks", "count"), some([(2, 5), (2, 12), (3, 1), (3, 3)], [(2, 5), (3, 1)]))
 def test_no_program_is_other_than_alone_without_a_word(ranks: int, count: int) -> None:
     fuzz = script()
     draws = [fuzz.drawn(5, number, ranks) for number in range(count)]

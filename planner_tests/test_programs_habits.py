@@ -360,7 +360,7 @@ def test_parameters_that_forward_writes_are_restored_after_trials_and_never_shar
 def _following(_rank: int) -> tuple[State, str]:
     program = _program(_with_loss(cross_entropy), model=_Follows)
     net, opt, batches = asa.parallelize(
-        *program.made(), cache=None, time_limit_s=0.5, cluster="profiles/cluster.local-gloo-2.json"
+        *program.made(), cache=None, time_limit_s=0.1, cluster="profiles/cluster.local-gloo-2.json"
     )
     state = program.loop(net, opt, batches)
     with pytest.raises(UsageError) as refused:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
-from asa.api import in_step
+from asa.api.steps import in_step
 from asa.errors import AsaError, UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, classes, numbers
@@ -170,7 +170,7 @@ def test_ranks_that_part_are_warned_of_and_others_hear_nothing() -> None:
 
 def test_settings_have_one_number_in_processes_that_share_no_memory() -> None:
     """Ranks that a launcher starts do not share the address of None, of which ``hash`` is made before Python 3.12."""
-    code = "from asa.api.in_step import number_of; print(number_of((0.1, None, (0.9, None), 'sgd')))"
+    code = "from asa.api.steps.in_step import number_of; print(number_of((0.1, None, (0.9, None), 'sgd')))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == f"{in_step.number_of((0.1, None, (0.9, None), 'sgd'))}\n"
 
@@ -179,7 +179,7 @@ def _read_by_a_thread(_rank: int) -> None:
     net = nn.Linear(4, 2)
     model, opt, batches = asa.parallelize(
         net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(24, 4)), 4),
-        strategies=("ddp",), cache=None, time_limit_s=0.5, cluster="profiles/cluster.local-gloo-2.json",
+        strategies=("ddp",), cache=None, time_limit_s=0.1, cluster="profiles/cluster.local-gloo-2.json",
     )  # fmt: skip
     ahead: queue.Queue[Any] = queue.Queue(1)
 

@@ -178,7 +178,7 @@ def spread(_rank: int, name: str, strategies: list[str]) -> Iterator[Any]:
     found = []
     for strategy in strategies:
         net = make()
-        placed = asa.parallelize(net, optimizer(net), batches(), strategies=(strategy,), cache=None, time_limit_s=1,
+        placed = asa.parallelize(net, optimizer(net), batches(), strategies=(strategy,), cache=None, time_limit_s=0.1,
                                  cluster="profiles/cluster.local-gloo-2.json")  # fmt: skip
         found.append((train(*placed, loss), placed[0].plan.strategy))
         placed[0].close()

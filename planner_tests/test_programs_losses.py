@@ -122,7 +122,8 @@ def spread(_rank: int, names: list[str], strategy: str, cache: Path | None = Non
     found = []
     for name in names:
         model = net()
-        placed = asa.parallelize(model, optimizer(model), loader(), strategies=(strategy,), cache=cache, time_limit_s=1,
+        placed = asa.parallelize(model, optimizer(model), loader(), strategies=(strategy,), cache=cache,
+                                 time_limit_s=0.1,
                                  cluster="profiles/cluster.local-gloo-2.json",
                                  example_input=torch.zeros(2, WIDTH, dtype=torch.float64))  # fmt: skip
         with warnings.catch_warnings(record=True) as heard:

@@ -123,7 +123,7 @@ def asked(rank: int, cache: Path) -> list[str]:
             try:
                 placed, _, _ = asa.parallelize(
                     net, kind(net.parameters(), lr=0.01), user.loader(), strategies=strategies, elementwise=declared,
-                    cluster=cluster(), cache=cache, time_limit_s=1, example_input=torch.zeros(2, *user.SHAPE),
+                    cluster=cluster(), cache=cache, time_limit_s=0.1, example_input=torch.zeros(2, *user.SHAPE),
                 )  # fmt: skip
             except UsageError as error:
                 found.append(str(error))

@@ -46,7 +46,7 @@ def _automatic(_rank: int, strategy: str) -> State:
         strategies=(strategy,),
         cache=None,
         cluster="profiles/cluster.local-gloo-2.json",
-        time_limit_s=1,
+        time_limit_s=0.1,
     )
     return loop(net, opt, batches)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import asa
-from asa.api.program_text import becomes_a_shape, ends_a_loop
+from asa.api.losses.program_text import becomes_a_shape, ends_a_loop
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, assert_as_alone, classes, distance, heard_of, numbers
 
@@ -36,40 +36,59 @@ class Words(nn.Module):
 
 def _decoded(net: Any, opt: Any, batches: Any) -> State:
     """Words are decoded until all of the batch have ended, with gradients."""
-    for _ in range(6):
-        for tokens, _ in batches:
-            opt.zero_grad()
-            seen, loss = tokens[:, :2], torch.zeros(()).double()
-            while seen.size(1) < 9 and (seen != 0).all(1).any():
-                out = net(seen)[:, -1]
-                loss = loss + CE(out, (seen.sum(1) + 1) % 7)
-                seen = torch.cat([seen, out.argmax(-1, keepdim=True)], 1)
-            (loss + CE(net(seen)[:, 0], tokens[:, 1])).backward()
-            opt.step()
+    for tokens, _ in batches:
+        opt.zero_grad()
+        seen, loss = tokens[:, :2], torch.zeros(()).double()
+        while seen.size(1) < 9 and (seen != 0).all(1).any():
+            out = net(seen)[:, -1]
+            loss = loss + CE(out, (seen.sum(1) + 1) % 7)
+            seen = torch.cat([seen, out.argmax(-1, keepdim=True)], 1)
+        (loss + CE(net(seen)[:, 0], tokens[:, 1])).backward()
+        opt.step()
     return dict(net.state_dict())
 
 
 def _rolled_out(net: Any, opt: Any, batches: Any) -> State:
     """Words are decoded without gradients, in front of each update."""
-    for _ in range(6):
-        for tokens, _ in batches:
-            seen, ended = tokens[:, :2], torch.zeros(len(tokens)).bool()
-            with torch.no_grad():
-                for _ in range(7):
-                    word = net(seen)[:, -1].argmax(-1)
-                    ended = ended | (word == 0)
-                    seen = torch.cat([seen, word[:, None]], 1)
-                    if ended.all().item():
-                        break
-            opt.zero_grad()
-            CE(net(seen[:, :-1]).flatten(0, 1), seen[:, 1:].flatten()).backward()
-            opt.step()
+    for tokens, _ in batches:
+        seen, ended = tokens[:, :2], torch.zeros(len(tokens)).bool()
+        with torch.no_grad():
+            for _ in range(7):
+                word = net(seen)[:, -1].argmax(-1)
+                ended = ended | (word == 4)
+                seen = torch.cat([seen, word[:, None]], 1)
+                if ended.all().item():
+                    break
+        opt.zero_grad()
+        CE(net(seen[:, :-1]).flatten(0, 1), seen[:, 1:].flatten()).backward()
+        opt.step()
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("loop", [_decoded, _rolled_out])
-def test_a_loop_goes_on_until_all_samples_of_all_ranks_have_ended(loop: Any) -> None:
-    program = Program(model=Words, x=classes(21 * 3, 7).view(21, 3), y=classes(21, 3), loop=loop)
+def _answers_apart(program: Program) -> int:
+    """How often two ranks, by their own halves of a batch, would have gone on and ended."""
+    apart = []
+
+    def looked(usual: Any) -> Any:
+        def look(self: Tensor, *args: Any, **options: Any) -> Tensor:
+            if self.dim() == 1 and len(self) == program.batch and not args:  # every rank has all of a smaller one
+                first, second = self.chunk(2)
+                apart.append(bool(usual(first)) != bool(usual(second)))
+            return usual(self, *args, **options)  # type: ignore[no-any-return]
+
+        return look
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("any", "all"):
+            patch.setattr(Tensor, name, looked(getattr(Tensor, name)))
+        program.alone()
+    return sum(apart)
+
+
+@pytest.mark.parametrize(("loop", "seed"), [(_decoded, 6), (_rolled_out, 2)])
+def test_a_loop_goes_on_until_all_samples_of_all_ranks_have_ended(loop: Any, seed: int) -> None:
+    program = Program(model=Words, x=classes(21 * 3, 7, seed).view(21, 3), y=classes(21, 3), loop=loop)
+    assert _answers_apart(program) > 3, "a rank that asked no other would be noticed"
     assert_as_alone(program, ["ddp", "fsdp", "tensor", "mixed"])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import asa
-from asa.api import model_interface
+from asa.api.model import model_interface
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.launch import run_ranks

@@ -17,8 +17,8 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
-from asa.api.batches import GlobalBatches
 from asa.api.calls import Call
+from asa.api.steps.batches import GlobalBatches
 from asa.errors import UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, classes, cross_entropy, distance, epochs, heard_of, numbers
@@ -350,7 +350,7 @@ def _of_graph(_rank: int) -> list[State]:
     found = []
     for how in ("ddp", "fsdp"):
         options: dict[str, Any] = {"strategies": (how,), "cluster": "profiles/cluster.local-gloo-2.json", "cache": None}
-        found.append(_learn_graph(*asa.parallelize(*_one_graph(), time_limit_s=0.5, **options)))
+        found.append(_learn_graph(*asa.parallelize(*_one_graph(), time_limit_s=0.1, **options)))
     return found
 
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import asa
 from asa.api.calls import Call
-from asa.api.coupling import Scored, fewest_rows, keeps_rows
-from asa.api.job_loss import copied
-from asa.api.tape import Tape
+from asa.api.job.loss import copied
+from asa.api.losses.tape import Tape
+from asa.api.model.coupling import Scored, fewest_rows, keeps_rows
 from asa.errors import UsageError
 from asa.executor.model.step import microbatches_of
 from asa.launch import run_ranks
@@ -232,7 +232,7 @@ def _collated(_rank: int) -> str:
     try:
         _, _, batches = asa.parallelize(
             net, torch.optim.SGD(net.parameters()), loader, strategies=("ddp",), example_input=X[:2], cache=None,
-            cluster="local-gloo-2", time_limit_s=0.5,
+            cluster="local-gloo-2", time_limit_s=0.1,
         )  # fmt: skip
         next(iter(batches))
     except UsageError as error:

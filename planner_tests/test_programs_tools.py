@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asa
-from asa.api.batches import fingerprints
+from asa.api.steps.batches import fingerprints
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.plan import Plan
@@ -25,7 +25,7 @@ from planner_tests.test_programs_losses import CLASSES, WEIGHTS, WIDTH, contrast
 
 STRATEGIES = ["ddp", "fsdp", "tensor"]
 OPTIONS: dict[str, Any] = {
-    "cache": None, "time_limit_s": 1, "cluster": "profiles/cluster.local-gloo-2.json",
+    "cache": None, "time_limit_s": 0.1, "cluster": "profiles/cluster.local-gloo-2.json",
     "example_input": torch.zeros(2, WIDTH, dtype=torch.float64),
 }  # fmt: skip
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import asa
-from asa.api.batches import rows_of
-from asa.api.orders import own_state, put_back
+from asa.api.steps.batches import rows_of
+from asa.api.steps.orders import own_state, put_back
 from asa.errors import UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import Named, Program, State, classes, distance, epochs, heard_of, numbers, sgd
@@ -257,7 +257,7 @@ def _spread(_rank: int, kind: str) -> tuple[State, list[str]]:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         net, opt, batches = asa.parallelize(
-            *_made(kind), strategies=("ddp",), cache=None, time_limit_s=0.5,
+            *_made(kind), strategies=("ddp",), cache=None, time_limit_s=0.1,
             cluster="profiles/cluster.local-gloo-2.json",
         )  # fmt: skip
         state = _loop(kind, net, opt, batches)
@@ -303,7 +303,7 @@ def test_a_model_validated_in_inference_mode_trains() -> None:
 
 def _wrapped(_rank: int) -> list[str]:
     said = []
-    options: Any = {"strategies": ("ddp",), "cache": None, "time_limit_s": 0.5,
+    options: Any = {"strategies": ("ddp",), "cache": None, "time_limit_s": 0.1,
                     "cluster": "profiles/cluster.local-gloo-2.json"}  # fmt: skip
     net, _opt, _batches = asa.parallelize(*_made("modes"), **options)
     with pytest.raises(UsageError, match="put into DistributedDataParallel") as refused:
@@ -328,7 +328,7 @@ def test_what_frameworks_wrap_is_refused_in_a_line() -> None:
 
 def _job(_rank: int) -> str:
     job = asa.Job(
-        *_made("endless"), CE, strategies=("ddp",), cache=None, time_limit_s=0.5,
+        *_made("endless"), CE, strategies=("ddp",), cache=None, time_limit_s=0.1,
         cluster="profiles/cluster.local-gloo-2.json",
     )  # fmt: skip
     with pytest.raises(UsageError, match=r"sampler \(Told\) has no length"):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import asa
-from asa.api.batches import rows_made
+from asa.api.steps.batches import rows_made
 from asa.errors import UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import Named, Program, State, assert_as_alone, classes, heard_of, numbers, sgd
@@ -181,7 +181,7 @@ def _trained_on_gaps(_rank: int, ranks: int) -> State:
     if ranks > 1:
         warnings.simplefilter("ignore")
         made = asa.parallelize(*made, strategies="ddp", cluster="profiles/cluster.local-gloo-2.json", cache=None,
-                               time_limit_s=0.5)  # fmt: skip
+                               time_limit_s=0.1)  # fmt: skip
     net, opt, batches = made
     for x, y in batches:
         opt.zero_grad()

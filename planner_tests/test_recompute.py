@@ -13,8 +13,8 @@ from asa.executor.model.step import forward_backward
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
-from asa.sharding.recompute import recompute
-from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.layers.recompute import recompute
+from asa.sharding.randomness.samples import SampleContext, SampleDropout
 from asa.strategies import offered
 from asa.tracing import trace
 from planner_tests.hand_plans import copy_of, hand_plan, model_of, uniform

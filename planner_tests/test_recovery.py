@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 import torch
 import training
 import wide_model
+from started import started
 
 from asa.cli.replanning import relieve
 from asa.cost.machine.estimate import estimate
@@ -40,7 +39,7 @@ from asa.planner import Request
 from asa.planner import plan as solve
 from asa.scheduler import adapt
 from asa.scheduler.memory import corrected
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
 
@@ -316,10 +315,13 @@ def run_scarcely(out: Path) -> None:
 def test_a_rank_with_little_memory_really_runs_out_and_the_run_ends_well(tmp_path: Path) -> None:
     """A limit of the operating system on one rank, a profile that promises half of what a step takes, and the real
     planner: nothing here is pretended."""
-    command = f"import pathlib, test_recovery; test_recovery.run_scarcely(pathlib.Path({str(tmp_path)!r}))"
-    here = str(Path(__file__).parent)
-    environment = os.environ | {wide_model.LIMIT: str(100 << 20), "PYTHONPATH": f"{here}:{Path(here).parent}"}
-    subprocess.run([sys.executable, "-c", command], env=environment, cwd=here, check=True, timeout=200)
+    here, program = Path(__file__).parent, tmp_path / "program.py"
+    lines = (f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]", "import pathlib, test_recovery",
+             f"test_recovery.run_scarcely(pathlib.Path({str(tmp_path)!r}))")  # fmt: skip
+    program.write_text("\n".join(lines))
+    env = os.environ | {wide_model.LIMIT: str(100 << 20)}
+    run = started(program, out=tmp_path / "said", err=tmp_path / "said.errors", env=env, cwd=here)
+    assert run.wait(timeout=200) == 0, run.err.read_text()
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["exit_code"] == 0
     assert result["shortages"]

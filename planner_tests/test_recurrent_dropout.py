@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from asa.executor.measuring.equivalence import verify
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.recurrent import drops_between_layers, with_layers_by_sample
-from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.randomness.recurrent import drops_between_layers, with_layers_by_sample
+from asa.sharding.randomness.samples import SampleContext, SampleDropout
 from asa.strategies import offered
 from asa.tracing import trace
 from planner_tests.hand_plans import hand_plan, uniform

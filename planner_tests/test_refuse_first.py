@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import nouns
@@ -11,11 +12,16 @@ import torch
 from refusals import refused, user_folder
 
 import asa
-from asa.api import planned, planning
-from asa.cli import choose, entry, train
+from asa.api.plans import planned, planning
+from asa.cli import bench_setup, choose, comparison, entry, estimates
+from asa.cli.commands import study_grid, study_runners, train
+from asa.cli.commands.bench import VERBS
+from asa.cli.console import Console
+from asa.cli.settings import arguments
 from asa.cost.machine import presets
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir import codec, shipped
+from asa.launch.devices import cpu_name
 from asa.profiler import interconnect, measure
 
 
@@ -125,6 +131,28 @@ def test_data_is_read_before_a_model_is_measured(data, words, tmp_path, monkeypa
     assert words in refused(capsys, 3, "train", "logistic", "--gpus", "1", "--input", "1x8x8", "--data", data)
 
 
+@pytest.mark.parametrize("command", [("train", "MODEL", "--gpus", "1"), ("bench", "--models", "MODEL", "--gpus", "1")])
+def test_a_model_takes_the_rows_of_a_table_as_its_input(command, tmp_path, monkeypatch, capsys):
+    user_folder(tmp_path, monkeypatch)
+    rows = "".join(f"{n},{n % 7},{n % 2},{'ab'[n % 2]}\n" for n in range(400))
+    (tmp_path / "table.csv").write_text("x,y,z,label\n" + rows)
+
+    def asked(model, *more):
+        words = [model if w == "MODEL" else w for w in command]
+        return (*words, "--data", "csv:table.csv", *more)
+
+    assert "rows of 3 numbers, which vgg16 cannot take" in refused(capsys, 2, *asked("vgg16"))
+    assert "gives 3 numbers, the model takes samples of 1x8x8" in refused(
+        capsys, 2, *asked("logistic", "--input", "1x8x8")
+    )
+
+    def settled(args, *_):
+        raise UsageError(f"the input is {args.input}, classes {args.classes}")
+
+    monkeypatch.setattr(bench_setup, "check_data", settled)
+    assert "the input is (1, 1, 3), classes 2" in refused(capsys, 2, *asked("logistic"))
+
+
 def test_a_launcher_with_another_number_of_ranks_is_refused_before_they_meet(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "_train", lambda *_: pytest.fail("ranks would have met"))
@@ -162,3 +190,61 @@ def test_times_of_another_torch_are_said_to_be_so(tmp_path, monkeypatch, capsys)
         said = capsys.readouterr().err
         assert ("times of tiny are of torch 2.1.3, installed is " in said) == warned
         assert ("`asa profile tiny` measures them anew" in said) == warned
+
+
+@pytest.mark.parametrize(
+    ("age_s", "ratio", "anew"), [(0, 3.0, False), (7200, 1.1, False), (7200, 3.0, True), (7200, 0.3, True)]
+)
+def test_an_old_profile_is_used_where_this_machine_is_as_fast_as_then(age_s, ratio, anew, monkeypatch, capsys):
+    plain, created = nouns.profile(), datetime.now(UTC) - timedelta(seconds=age_s)
+    old = replace(plain, provenance=replace(plain.provenance, created=created.isoformat()))
+    if anew and ratio < 1:  # a file by hand need not say when
+        old = replace(plain, provenance=replace(plain.provenance, created="yesterday"))
+    monkeypatch.setattr(choose, "known_here", lambda *_: (old, "profile old.json"))
+    monkeypatch.setattr(choose, "measured", lambda *_, **__: (plain, "measured now"))
+    monkeypatch.setattr(measure, "slowdown", lambda _: ratio)
+    console = Console()
+    _, source = choose.profile_here(arguments(VERBS[-1], (), {}), console, "tiny", "cpu", 2)
+    assert source == ("measured now" if anew else "profile old.json")
+    assert ("times as long here now, so tiny is profiled anew" in capsys.readouterr().err) == anew
+
+
+def test_times_of_another_processor_are_said_to_be_so(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    plain = nouns.profile()
+    here = replace(plain.device, name=cpu_name())
+    for device, words, warned in (
+        (plain.device, (), True),
+        (plain.device, ("--cluster", "box"), False),
+        (here, (), False),
+    ):
+        codec.save(replace(plain, device=device), folder / "profiles" / "tiny.json")
+        assert entry.run(["plan", "--gpus", "2", *words]) == 0
+        said = " ".join(capsys.readouterr().err.split())
+        line = f"times are of {plain.device.name}, this machine has {cpu_name()}; `asa profile tiny` measures them here"
+        assert (line in said) == warned
+
+
+def test_a_model_that_was_compiled_as_one_is_no_basis_for_plans_of_several_devices(tmp_path, monkeypatch):
+    folder, plain = user_folder(tmp_path, monkeypatch), nouns.profile()
+    codec.save(replace(plain, compiled="whole"), folder / "profiles" / "tiny.json")
+    monkeypatch.setattr(choose, "_local_device", lambda _: plain.device)
+    monkeypatch.setattr("asa.zoo.models.default_input", lambda *_: (plain.graph.input_shape, plain.graph.num_classes))
+    monkeypatch.setattr(estimates, "estimated", lambda *_: (plain, "estimated"))
+    args, console = arguments(VERBS[-1], ("--study", "grid", "--models", "tiny"), {}), Console()
+    for gpus in (1, 2):
+        (block,) = study_grid.define(args, most=gpus, cluster_gpus=None).blocks
+        here = choose.known_here(args, console, "tiny", "cpu", gpus)
+        predicted = study_runners._profile_for(block, args, console, replace(nouns.cluster(2), device=plain.device))
+        assert (here is not None, predicted[1] != "estimated") == (gpus == 1, gpus == 1)
+    monkeypatch.setattr(comparison, "_plan", lambda args, contest, gpus, strategy: [nouns.plan()])
+    for compiled, ranks in (("whole", []), ("none", [2])):
+        contest = comparison.ModelBench(
+            model="tiny",
+            profile=replace(plain, compiled=compiled),
+            cluster=nouns.cluster(2),
+            plans={"asa": nouns.plan()},
+        )
+        assert [point.ranks for point in comparison._scaling(args, contest, 1)] == ranks
+    with pytest.raises(UsageError, match="compiled as one runs on one device, asked for 2"):
+        asa.plan(replace(plain, compiled="whole"), gpus=2, cluster=nouns.cluster(2))

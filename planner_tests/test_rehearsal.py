@@ -22,7 +22,7 @@ from asa.ir.profile import Stat
 from asa.ir.rehearsal import ComponentSpan, Spans
 from asa.planner import Request
 from asa.planner import plan as solve
-from asa.sharding import direct
+from asa.sharding.collectives import direct
 from asa.strategies import offered
 from planner_tests import nouns
 from planner_tests.hand_plans import alternating, hand_plan, model_of, uniform
@@ -133,7 +133,7 @@ def test_the_command_compares_with_a_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``asa train --rehearse``: contention, interference and spread are the plan's, not the rehearsal's."""
-    from asa.cli.rehearse import without_contention
+    from asa.cli.commands.rehearse import without_contention
 
     profile, cluster = nouns.profile(), nouns.cluster()
     calm, quiet = without_contention(profile, cluster)
@@ -152,7 +152,7 @@ def test_the_command_compares_with_a_rank_alone(
 
 def test_times_of_another_kind_of_device_are_said_not_to_compare() -> None:
     """Also where the plan's profile is of this very kind, and its times were estimated from it."""
-    from asa.cli.rehearse import compare
+    from asa.cli.commands.rehearse import compare
 
     profile, cluster = nouns.profile(), nouns.cluster()
     plan = solve(profile, cluster, offered(), Request(gpus=2, global_batch=8))[0]

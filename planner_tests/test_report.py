@@ -24,20 +24,19 @@ from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.intervals import median_interval
 from asa.ir.profile import Profile
 from asa.planner.questions.explain import Difference, Term
-from asa.report import (
+from asa.report import units
+from asa.report.figures import charts, drawing
+from asa.report.pages import bench as page
+from asa.report.text import (
     bench,
     bench_screen,
-    charts,
     checks,
     cluster,
-    drawing,
     explain,
-    page,
     plan,
     profile,
     tables,
     training,
-    units,
     verdicts,
     verify,
 )  # fmt: skip

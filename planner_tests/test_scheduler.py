@@ -9,13 +9,14 @@ import pytest
 import training
 from promising import Promising
 
-from asa.errors import InfeasibleError, PreemptedError, WorkersFailedError
+from asa.errors import InfeasibleError, PreemptedError, UnavailableError, WorkersFailedError
 from asa.interfaces.executor import EpochOutcome, Executor, Look, Placement
 from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
 from asa.scheduler import Model, Policy, adapt, describe
+from asa.scheduler.decide import Change, Decider
 
 STEPS = 20
 
@@ -58,7 +59,7 @@ class Pretender(Executor):
         self._plan, self._truth, self._stuck, self._leader = plan, truth, stuck, leader
         self.calls: list[tuple[str, Any]] = []
         self.told: list[Placement | None] = []
-        self._step = 0
+        self._step, self._able = 0, False
 
     @property
     def plan(self) -> Plan:
@@ -91,6 +92,10 @@ class Pretender(Executor):
         self.calls.append(("migrate", plan.strategy))
         self._plan = plan
 
+    def tell(self, value: bool) -> bool:
+        self._able = value if self._leader is None else self._leader._able
+        return self._able
+
     def agree(self, target: Placement | None) -> Placement | None:
         decided = target
         if self._leader is not None:
@@ -101,10 +106,10 @@ class Pretender(Executor):
 
 
 def _run(
-    executor: Executor, epochs: int, model: Model | None, policy: Policy | None = None, *, following: bool = False
+    executor: Executor, epochs: int, model: Model | None, policy: Policy | None = None
 ) -> tuple[list[EpochRecord], list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
-    made = adapt(executor, range(epochs), events.append, model=model, policy=policy, following=following)
+    made = adapt(executor, range(epochs), events.append, model=model, policy=policy)
     records = list(made)
     assert [e["epoch"] for e in events if e["event"] == "epoch"] == list(range(epochs))
     return records, [e for e in events if e["event"] not in ("epoch", "finding")]
@@ -214,10 +219,18 @@ def test_other_ranks_follow_the_leader_without_searching() -> None:
     follower = Pretender(_plan(1.0), truth, leader=leader)
     _run(follower, 8, model)
     without = Pretender(_plan(1.0), truth, leader=leader)
-    _run(without, 8, None, following=True)
+    _run(without, 8, None)
     assert model.asked == []
     assert follower.calls == leader.calls == without.calls
     assert ("migrate", "ddp") in follower.calls
+
+
+def test_ranks_do_not_vote_where_the_leader_has_no_model() -> None:
+    leader = Pretender(_plan(1.0), {"asa": 2.0})
+    _run(leader, 3, None)
+    follower = Pretender(_plan(1.0), {"asa": 2.0}, leader=leader)
+    _run(follower, 3, Promising(_plan(0.2, strategy="ddp")))
+    assert leader.told == follower.told == [], "a vote of one rank alone would meet another collective"
 
 
 def test_pre_emption_passes_through() -> None:
@@ -244,6 +257,112 @@ def test_more_memory_than_promised_is_said_once_and_solved_for() -> None:
     found = [e["line"] for e in events if e["event"] == "finding"]
     assert found == ["rank 1 needs 1.07 KiB where 1000 B were promised"]
     assert len(model.asked) == 1
+
+
+def test_memory_is_compared_also_where_windows_were_looked_at() -> None:
+    class Watched(Pretender):
+        def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+            outcome = super().run_epoch(epoch)
+            look(_measured(self.plan, 1.0), self._step)
+            return dataclasses.replace(outcome, measurements=_measured(self.plan, 1.0, memory=(900, 1100)))
+
+    class Remembering(Promising):
+        def best(self, placement: Placement, measured: Measurements, slowness: Any) -> list[Placement]:
+            peaks.append(measured.peak_memory_bytes)
+            return super().best(placement, measured, slowness)
+
+    peaks, events = [], []
+    list(adapt(Watched(_plan(1.0), {"asa": 1.0}), range(4), events.append, model=Remembering(_plan(1.0))))
+    found = [e["line"] for e in events if e["event"] == "finding"]
+    assert found == ["rank 1 needs 1.07 KiB where 1000 B were promised"]
+    assert peaks == [(900, 1100)]
+
+
+@pytest.mark.parametrize(("left", "back"), [(3, False), (40, True)])
+def test_a_change_is_taken_back_only_if_the_steps_left_make_up_for_it(left: int, back: bool) -> None:
+    class Ending(Pretender):
+        """Knows how many steps are left: many until the change, ``left`` once it was made."""
+
+        steps_per_epoch = 0
+
+        def steps_left(self, epoch: int) -> int:
+            return 1000 if self.plan.strategy == "asa" else left
+
+    executor = Ending(_plan(1.0), {"asa": 2.0, "ddp": 2.5})
+    _, events = _run(executor, 3, Promising(_plan(0.1, strategy="ddp"), move_s=8.0))
+    kinds = [e["kind"] for e in events if e["kind"] in ("switch", "rollback")]
+    assert kinds[:2] == (["switch", "rollback"] if back else ["switch"]), events
+
+
+def test_steps_left_are_counted_from_where_the_run_stands() -> None:
+    class Resumed(Pretender):
+        """Goes on after 5,000 steps of longer epochs."""
+
+        steps_per_epoch = STEPS
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._step = 5000
+
+        def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+            outcome = super().run_epoch(epoch)
+            look(outcome.measurements, self._step)
+            return outcome
+
+        def steps_left(self, epoch: int) -> int:
+            return 1
+
+    executor = Resumed(_plan(1.0), {"asa": 2.0, "ddp": 1.0})
+    events: list[dict[str, Any]] = []
+    list(adapt(executor, range(5, 9), events.append, model=Promising(_plan(0.5, strategy="ddp"))))
+    assert ("migrate", "ddp") in executor.calls
+
+
+def test_a_change_that_helps_ends_the_pause_after_one_that_did_not() -> None:
+    decider = Decider(Promising(_plan(1.0)), 2, Policy(cool_down=100))
+    placements = [Placement(plan=p, processes=(0, 1)) for p in (_plan(1.0), _plan(0.5, strategy="ddp"))]
+
+    def change(kind: str) -> Change:
+        return Change(
+            target=placements[1], before=placements[0], kind=kind, why="", rung="layout", step_s=2.0, promised_s=1.0,
+            cost_s=0.0,
+        )  # fmt: skip
+
+    for _ in range(9):
+        decider.moved(change("rollback"), 1.0)
+    assert decider._quiet <= 1600, "pauses do not grow for ever"
+    decider.moved(change("switch"), 1.0)
+    events = []
+    for _ in range(3):
+        decider.window(placements[1], _measured(placements[1].plan, 1.0), steps=STEPS, left=None)
+        events += decider.events
+    assert [e["measured_gain"] for e in events if e["kind"] == "outcome"] == [0.5]
+    assert decider._quiet == 0
+
+
+def test_a_search_that_fails_does_not_keep_the_run_from_a_plan_that_ran_before() -> None:
+    class Failing:
+        """A search in the background that finds nothing, at once."""
+
+        def __init__(self, question: Any) -> None:
+            asked.append(question)
+
+        def result(self) -> None:
+            raise UnavailableError("the search broke (exit status -9)")
+
+    asked: list[Any] = []
+    first, second = (Placement(plan=p, processes=(0, 1)) for p in (_plan(1.0), _plan(2.0, strategy="ddp")))
+    model = Promising(_plan(1.0))
+    decider = Decider(model, 2, Policy())
+    model.__dict__["background"] = Failing
+    decider._experience.add(first)
+    decider._experience.add(second)
+    change = None
+    for _ in range(12):  # it runs twice as slow as promised under the second plan
+        change = change or decider.window(second, _measured(second.plan, 4.0), steps=STEPS, left=None)
+    assert len(asked) == 1
+    assert change is not None
+    assert change.target == first
 
 
 def test_the_line_of_an_epoch() -> None:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import nouns
 import pytest
 
-from asa.cli.sealed import matches
+from asa.cli.commands.sealed import matches
 from asa.errors import InvalidInputError
 from asa.ir.bench import BenchEnvironment
 from asa.ir.sealed import FIRST, CheckedCell, Claim, SealedCheck, newest, read, sealed
-from asa.report import sealed as report
-from asa.report.tables import plain
+from asa.report.text import sealed as report
+from asa.report.text.tables import plain
 
 
 def claim(strategy: str = "ddp", step: float = 0.5, **changes) -> Claim:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from asa.errors import WorkersFailedError
 from asa.launch import run_ranks
-from asa.sharding import direct, segment
-from asa.sharding.averaging import Averaging
-from asa.sharding.axis import Axis
-from asa.sharding.replicated import Replicated
-from asa.sharding.segment import Segment, segment_of
+from asa.sharding.collectives import direct, segment
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.segment import Segment, segment_of
+from asa.sharding.gradients.averaging import Averaging
+from asa.sharding.gradients.replicated import Replicated
 
 FEW_BYTES = 4096
 """A capacity at which messages take many meetings."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from asa.executor.training.optimizer import build_optimizer
 from asa.launch import run_ranks
-from asa.sharding.parts import local, step_over_parts
+from asa.sharding.split.local_parts import local, step_over_parts
 
 STEPS = 4
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from asa.sharding import replicated as page
-from asa.sharding.axis import Axis
-from asa.sharding.segment import summed
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.segment import summed
+from asa.sharding.gradients import replicated as page
 
 
 @pytest.mark.parametrize("alike", [False, True])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
-from asa.sharding import tensor
-from asa.sharding.tensor import plan_split
+from asa.sharding.layers import tensor
+from asa.sharding.layers.tensor import plan_split
 from asa.tracing import trace
 from asa.tracing.component import TracedComponent
 

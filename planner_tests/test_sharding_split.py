@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from asa.sharding.axis import Axis
-from asa.sharding.modules import ParameterShard
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.modules import ParameterShard
 from asa.sharding.split import Split, TensorPart
 
 SHARDS = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import SampleContext, SampleDropout
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.layers.tensor import plan_split
+from asa.sharding.randomness.samples import SampleContext, SampleDropout
 from asa.sharding.stock import stock
-from asa.sharding.tensor import plan_split
 from asa.tracing import trace
 
 

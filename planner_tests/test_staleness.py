@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from asa.cli.staleness import task_of
+from asa.cli.commands.staleness import task_of
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.consistency.server import Server
 from asa.executor.training.optimizer import learning_rate
@@ -31,8 +31,8 @@ from asa.ir.staleness import (
     usual_settings,
 )
 from asa.profiler.staleness import Task, measured, share_momenta, trained
-from asa.report import staleness as report
-from asa.report.tables import plain as text
+from asa.report.text import staleness as report
+from asa.report.text.tables import plain as text
 from asa.zoo.data import fetch
 from asa.zoo.data.split import open_split
 
@@ -261,28 +261,47 @@ TOLD = staleness(
 )
 
 
-def test_steps_to_a_target_have_a_mean_and_a_range():
+def test_steps_to_a_target_have_a_median_and_a_range():
     found = TOLD.steps_to(NINE, PLAIN)
-    assert (found.mean, found.low, found.high, found.reached, found.seeds) == (15, 10, 20, 2, 2)
+    assert (found.median, found.low, found.high, found.reached, found.seeds) == (15, 10, 20, 2, 2)
     assert TOLD.steps_to(Target(what="loss", value=0.1), PLAIN) == found
     assert TOLD.steps_to(NINE, Setting(workers=2)) is None
 
 
 def test_between_two_ages_steps_are_between_and_beyond_them_unknown():
-    means = [TOLD.at_age(NINE, a).mean for a in (0, 0.25, 1)]
-    assert means == [10, 10 + 0.25 * 15, 25]
+    medians = [TOLD.at_age(NINE, a).median for a in (0, 0.25, 1)]
+    assert medians == [10, 10 + 0.25 * 15, 25]
     assert TOLD.at_age(NINE, 3) is None
-    assert TOLD.at_age(NINE, 1, weighted=True).mean == 30
-    assert TOLD.at_age(NINE, 0, weighted=True).mean == 10
+    assert TOLD.at_age(NINE, 1, weighted=True).median == 30
+    assert TOLD.at_age(NINE, 0, weighted=True).median == 10
     assert TOLD.at_period(NINE, 3) is None
     assert TOLD.at_period(NINE, 2, outer_rate=0.7, outer_momentum=0.9) is None
 
 
-def test_what_some_seeds_never_reached_has_no_highest_and_what_none_reached_no_mean():
+def test_what_some_seeds_never_reached_has_no_highest_and_what_none_reached_no_median():
     some = TOLD.at_age(NINE, 2)
-    assert (some.mean, some.low, some.high, some.reached) == (30, 30, None, 1)
+    assert (some.median, some.low, some.high, some.reached) == (None, 30, None, 1)
     none = TOLD.at_period(NINE, 2)
-    assert (none.mean, none.low, none.high, none.reached) == (None, None, None, 0)
+    assert (none.median, none.low, none.high, none.reached) == (None, None, None, 0)
+
+
+def test_seeds_that_never_reach_a_target_make_the_middle_later():
+    """A mean of those that reach it would call a setting fast of which two of five runs never do."""
+
+    def reaching(setting: Setting, looks: tuple[int | None, ...]) -> Curve:
+        runs = [[0.95 if look is not None and i >= look else 0.5 for i in range(10)] for look in looks]
+        return Curve(
+            setting=setting,
+            runs=tuple(TrainingRun(seed=s, losses=(0.5,) * 10, accuracies=tuple(a)) for s, a in enumerate(runs)),
+        )
+
+    rare = Setting(workers=4, period=4)
+    both = (reaching(PLAIN, (3, 3, 3, 3, 4)), reaching(rare, (0, 0, 5, None, None)))
+    known = replace(TOLD, steps=10 * TOLD.every, curves=both)
+    plain, seldom = known.steps_to(NINE, PLAIN), known.steps_to(NINE, rare)
+    assert plain.median == 4 * TOLD.every
+    assert seldom.median == 6 * TOLD.every
+    assert (seldom.low, seldom.high, seldom.reached, seldom.seeds) == (TOLD.every, None, 3, 5)
 
 
 def test_curves_are_a_document_that_refuses_what_makes_no_sense(tmp_path):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asa.sharding.depth import drops_samples
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import SampleContext, SampleDropout, replacement
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.randomness.depth import drops_samples
+from asa.sharding.randomness.samples import SampleContext, SampleDropout, replacement
 from asa.tracing import trace
 
 

@@ -20,8 +20,8 @@ from asa.ir.graph import LayerGraph
 from asa.ir.plan import Plan
 from asa.ir.traffic import Collective
 from asa.launch import run_ranks
-from asa.sharding import direct
-from asa.sharding.describe import layer_graph
+from asa.sharding.collectives import direct
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, copy_of, hand_plan, model_of, uniform
 from planner_tests.small_models import EVEN_CLASSES as CLASSES
@@ -36,8 +36,8 @@ DIRECT = {
 
 
 class Recorder(TorchDispatchMode):
-    """Bytes of every c10d collective, by kind, as the real tensors have them. One of :mod:`asa.sharding.direct` counts
-    as what it is, and what it is made of as nothing."""
+    """Bytes of every c10d collective, by kind, as the real tensors have them. One of
+    :mod:`asa.sharding.collectives.direct` counts as what it is, and what it is made of as nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from torch import nn
 
 import asa
 from asa.errors import InvalidInputError, UsageError
-from asa.sharding.describe import layer_graph
-from asa.sharding.structure import _check_room, stripped, structure_of
+from asa.sharding.layers.describe import layer_graph
+from asa.sharding.layers.structure import _check_room, stripped, structure_of
 from asa.tracing import trace
 from asa.tracing.alike import signature, stand_ins
 from asa.tracing.remembered import Remembered

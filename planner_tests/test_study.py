@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,30 @@ from types import SimpleNamespace
 
 import nouns
 import pytest
+import training
 from forked import asa
 
-from asa.cli import study as verb
-from asa.cli import study_grid, study_runners
-from asa.cli.bench import VERBS
+from asa.cli.commands import study as verb
+from asa.cli.commands import study_grid, study_runners
+from asa.cli.commands.bench import VERBS
+from asa.cli.console import Console
+from asa.cli.ending import Terminated
 from asa.cli.settings import arguments
-from asa.errors import UsageError
+from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.executor.measuring import benchmark
+from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint
 from asa.ir.study import Published, Study, StudyCell, StudyRow
-from asa.report import drawing, page, study_figures, study_page, tables
-from asa.report import study as report
+from asa.launch import signals
+from asa.report.figures import drawing
+from asa.report.pages import bench as page
+from asa.report.pages import study as study_page
+from asa.report.text import study as report
+from asa.report.text import study_values as study_figures
+from asa.report.text import tables, verdicts
 from asa.strategies import offered
+from planner_tests.stage_plans import staged
 
 TRUTH = Path(__file__).resolve().parents[2] / "shared" / "truth" / "studies.csv"
 
@@ -68,6 +80,12 @@ def test_options_of_the_grid_replace_what_a_study_has():
     }
     assert all("single" in b.strategies for b in found.blocks if b.gpus == 1)
     assert not any("single" in b.strategies for b in found.blocks if b.gpus > 1), "one device is a row of its own"
+
+
+def test_a_cluster_of_other_devices_is_predicted_with_all_of_them():
+    words = args("--study", "grid", "--models", "tiny", "--cluster", "a100-nvlink-8")
+    (block,) = study_grid.define(words, most=0, cluster_gpus=8).blocks
+    assert (block.gpus, block.mode, block.cluster) == (8, "predicted", "a100-nvlink-8")
 
 
 def test_a_grid_needs_models():
@@ -141,6 +159,26 @@ def test_more_ranks_than_are_here_are_predicted_for_the_cluster_of_the_study_or_
     assert [b.cluster for b in grid.blocks] == [None]
     seconds, basis = verb._estimate(grid.blocks[0], ("ddp",), args("--study", "grid"), None, "cpu", set())
     assert (seconds, "name a cluster with --cluster" in basis) == (0.0, True)
+
+
+def test_an_estimate_counts_every_training_of_its_own_and_its_start(monkeypatch):
+    profile = nouns.profile()
+    monkeypatch.setattr(verb.choose, "known_here", lambda *_: (profile, "profile tiny.json"))
+
+    def estimate(gpus, *strategies):
+        words = args("--study", "grid", "--models", "tiny", "--data", "digits", "--gpus", gpus, "--epochs", "2",
+                     "--strategies", ",".join(strategies))  # fmt: skip
+        (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
+        return verb._estimate(block, block.strategies, words, None, "cpu", set())[0]
+
+    training = 2 * (1437 // 64) * verb.single_device_step_s(profile, 64)
+    for gpus in ("1", "2"):
+        assert estimate(gpus, "ddp", "fsdp", "ps_sync") == pytest.approx(3 * (training + verb._START_S))
+    in_turns = estimate("2", "ddp", "fsdp")
+    assert in_turns == pytest.approx((2 + 1 + 1.5) * training + verb._START_S)
+    assert estimate("2", "ddp", "fsdp", "asa+replan") == pytest.approx(in_turns + training + verb._START_S)
+    monkeypatch.setattr(verb.choose, "known_here", lambda *_: None)
+    assert estimate("2", "ddp", "ps_sync") == pytest.approx(estimate("2", "ddp", "fsdp") + verb._START_S)
 
 
 def test_what_was_published_stands_beside_the_same_cell():
@@ -282,6 +320,166 @@ def test_a_runner_of_ones_own_takes_its_strategies_and_a_refusal_leaves_the_othe
     assert heard["mine"].step_time_s is not None
 
 
+def block_of(strategies):
+    return study_grid.Block(
+        model="tiny", data="digits", gpus=2, global_batch=8, seed=0, strategies=strategies, epochs=(1,),
+        mode="measured",
+    )  # fmt: skip
+
+
+def test_a_request_to_stop_ends_the_study_and_not_only_the_cell(monkeypatch, tmp_path):
+    block = block_of(("ps_sync", "ps_async"))
+    site = study_runners.Site(
+        block=block, args=args("--study", "grid"), console=None, device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=100.0,
+    )  # fmt: skip
+    monkeypatch.setattr(study_runners.Site, "images", lambda site: (range(8), range(8)))
+    monkeypatch.setattr(study_runners, "plan_of", lambda *_: nouns.plan())
+    result, begun, heard = nouns.bench().results[1], [], {}
+
+    def run(site, strategy, plan):
+        begun.append(strategy)
+        if saved:
+            raise PreemptedError("everything is saved")
+        monkeypatch.setattr(signals, "asked", True)  # the signal came when the ranks had nothing left to do
+        return result
+
+    monkeypatch.setattr(study_runners, "_run", run)
+    for saved in (True, False):
+        begun.clear()
+        heard.clear()
+        with pytest.raises(Terminated):
+            study_runners.run(site, heard.update)
+        assert begun == ["ps_sync"]
+        assert heard == ({} if saved else {"ps_sync": result})
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), Terminated(), WorkersFailedError("rank 1 died")])
+def test_rounds_that_are_finished_are_kept_whatever_ends_a_comparison(ending, monkeypatch, tmp_path):
+    def measured(plans, *_, on_message):
+        cells = [Cell(p.strategy, steps=[0.5, 0.6, 0.7], turns=[[0.6, 0.6]]) for p in plans]
+        on_message(0, {"round": 1, "rounds": 9, "cells": cells})
+        raise ending
+
+    monkeypatch.setattr(benchmark, "measure", measured)
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    monkeypatch.setattr(study_runners, "plan_of", lambda *_: nouns.plan("ddp"))
+    words = args("--study", "grid", "--models", "tiny")
+    site = study_runners.Site(
+        block=block_of(("ddp",)), args=words, console=Console(), device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    heard: dict = {}
+    with nullcontext() if isinstance(ending, WorkersFailedError) else pytest.raises(type(ending)):
+        study_runners.run(site, heard.update)
+    assert heard["ddp"].step_time_s.n == 3
+    assert any("ended after round 1 of 9" in note for note in site.notes)
+    rows: dict = {}
+    verb._store_rows(rows, site.block, ("ddp",), words, "Test CPU", heard, "")
+    assert [(r.state, r.ended_early) for r in rows.values()] == [("measured", True)]
+    assert verb._open_strategies(site.block, words, rows, "Test CPU") == ("ddp",), "the same command runs it again"
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), PreemptedError("everything is saved")])
+def test_epochs_that_are_finished_are_kept_if_a_training_is_stopped(ending, monkeypatch, tmp_path):
+    def trained(*_, on_event, **__):
+        on_event({"event": "epoch", "line": "", **codec.to_data(nouns.epoch(0))})
+        raise ending
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("asa.executor.running.run.train", trained)
+    monkeypatch.setattr(study_runners.Site, "images", lambda _: (range(80), range(8)))
+    monkeypatch.setattr(study_runners, "plan_of", lambda *_: nouns.plan("ps_sync"))
+    site = study_runners.Site(
+        block=replace(block_of(("ps_sync", "ps_async")), epochs=(1, 5)), args=args("--study", "grid"),
+        console=Console(), device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2), folder=tmp_path / "blocks",
+        budget_s=1000.0,
+    )  # fmt: skip
+    heard: dict = {}
+    with pytest.raises((KeyboardInterrupt, Terminated)):
+        study_runners.run(site, heard.update)
+    assert {s: [a.epoch for a in r.accuracy] for s, r in heard.items()} == {"ps_sync": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"), [((), "0.1"), (("--lr", "0.02"), "0.02"), (("--optimizer", "adamw"), "0.001")]
+)
+def test_a_training_that_diverges_names_its_rate_and_the_option_that_lowers_it(words, rate, monkeypatch, tmp_path):
+    def diverged(*_):
+        raise WorkersFailedError("the loss is no longer finite in epoch 0; lower the learning rate, or wait more")
+
+    monkeypatch.setattr(study_runners.Site, "images", lambda _: (range(80), range(8)))
+    monkeypatch.setattr(study_runners, "plan_of", lambda *_: nouns.plan())
+    monkeypatch.setattr(study_runners, "_run", diverged)
+    site = study_runners.Site(
+        block=block_of(("ps_async",)), args=args("--study", "grid", *words), console=None, device="cpu",
+        profile=nouns.profile(), cluster=nouns.cluster(2), folder=tmp_path, budget_s=1000.0,
+    )  # fmt: skip
+    why = study_runners.train_each(site, ("ps_async",))["ps_async"].why_not
+    assert f"; lower the learning rate of {rate} with --lr, or wait more" in why
+
+
+def test_results_of_another_learning_rate_are_those_of_other_cells(tmp_path):
+    def cells_of(*more):
+        words = ("--study", "grid", "--models", "tiny", "--gpus", "1,64", "--strategies", "ddp", *more)
+        defined = study_grid.define(args(*words), most=2, cluster_gpus=None)
+        return [b.cell("ddp", 1, shape=(3, 8, 8), optimizer="sgd", devices="Test") for b in defined.blocks]
+
+    usual, lower = cells_of(), cells_of("--lr", "0.01")
+    assert [c.learning_rate for c in usual] == [None, None]
+    assert [c.learning_rate for c in lower] == [0.01, None], "a prediction does not depend on it"
+    rows = (row(), row(learning_rate=0.01))
+    text = report.markdown(study(*rows), study_figures.of(study(*rows)))
+    assert "| rate |" in text
+    assert "| 10 | 0.01 |" in text
+    assert "| rate |" not in report.markdown(study(rows[0]), study_figures.of(study(rows[0])))
+
+
+def test_a_request_that_an_earlier_command_had_does_not_end_a_study(monkeypatch, tmp_path):
+    block = block_of(("ps_sync", "ps_async"))
+    monkeypatch.setattr(signals, "asked", True)
+    monkeypatch.setattr(study_runners, "RUNNERS", {s: lambda *_: {} for s in block.strategies})
+    ended = []
+    site = study_runners.Site(
+        block=block, args=args("--study", "grid"), console=None, device="cpu", profile=None, cluster=None,
+        folder=tmp_path, budget_s=100.0,
+    )  # fmt: skip
+    study_runners.run(site, ended.append)
+    assert ended == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"precision": "bf16"}, "bf16"), ({"optimizer": "adamw"}, "adamw"), ({"input_shape": (3, 16, 16)}, "3x16x16"),
+        ({"learning_rate": 0.02}, "0.02"), ({"classes": 7}, "7"), ({"memory_bytes": 2**31}, "2.00 GiB"),
+        ({"alone": True}, "alone"), ({"strategy": "gpipe", "microbatches": 4}, "4"),
+    ],
+)  # fmt: skip
+def test_no_table_or_figure_has_two_rows_that_cannot_be_told_apart(changes, shown):
+    first, other = row(), row()
+    if "strategy" in changes:
+        first = replace(first, cell=cell("gpipe"))
+    other = replace(other, cell=cell(**changes))
+    made = study(first, other)
+    rows = study_figures.of(made)
+    indices, texts = report.columns(made, rows)
+    heading = [report.TABLE_COLUMNS[i] for i in indices]
+    key, other_key = ([row[i] for i in indices][: heading.index("state")] for row in texts)
+    assert shown in {*key} ^ {*other_key}
+    screen = [line.split() for line in tables.plain(report.render(made), width=80).splitlines()]
+    assert any(shown in " ".join(words) for words in screen)
+    assert len({(f.heading, f.strategy) for f in rows}) == len({f.variant for f in rows}) == 2
+    for chart in study_page.charts(rows)[:-1]:
+        assert len({r[:2] for r in chart.rows}) in (0, 2), chart.name
+    plain = [study_figures.plain(f) for f in rows]
+    last = study_figures.COLUMNS.index("state")
+    assert plain[0][:last] != plain[1][:last]
+    alike = study(replace(first, cell=other.cell))
+    if not {"learning_rate", "classes", "memory_bytes", "microbatches"} & set(changes):
+        assert not study_figures.of(alike)[0].settings, "what all rows have in common has no column"
+
+
 class Made(list):
     source, num_classes = "made up", 10
 
@@ -339,13 +537,40 @@ def test_other_microbatches_than_asked_for_are_run_again(monkeypatch):
     monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
     words = ("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "ddp,gpipe", "--epochs", "3",
              "--data", "digits")  # fmt: skip
-    piped = row("ddp")
-    piped = replace(piped, cell=cell("gpipe", epochs=3), result=replace(piped.result, num_microbatches=2))
+    piped = replace(row("ddp"), cell=cell("gpipe", epochs=3, microbatches=2))
     rows = {r.cell: r for r in (row("ddp", epochs=3), piped)}
-    for asked, left in (((), ()), (("--microbatches", "2"), ()), (("--microbatches", "4"), ("gpipe",))):
+    for asked, left in (((), ("gpipe",)), (("--microbatches", "2"), ()), (("--microbatches", "4"), ("gpipe",))):
         given = args(*words, *asked)
         (block,) = study_grid.define(given, most=2, cluster_gpus=None).blocks
-        assert verb._open_strategies(block, given, rows, "Test CPU") == left
+        assert verb._open_strategies(block, given, rows, "Test CPU") == left, "one number serves no other request"
+
+
+@pytest.mark.parametrize("more", [("--classes", "7"), ("--memory", "2GiB"), ("--strategies", "ddp,ps_sync")])
+def test_cells_differ_in_whatever_changes_their_results(more, monkeypatch, tmp_path):
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    words = ("--study", "grid", "--models", "tiny", "--gpus", "2", "--data", "digits", "--strategies", "ddp")
+    (usual,), (changed,) = (
+        study_grid.define(args(*words, *w), most=2, cluster_gpus=None).blocks for w in ((), more)
+    )  # fmt: skip
+    before = verb._cells(usual, "ddp", args(*words), "Test CPU", (3, 8, 8))
+    assert before == [cell("ddp", epochs=1)], "cells of older files have none of the newer fields"
+    codec.save(study(*(replace(row(), cell=c) for c in before)), tmp_path / verb.FILE)
+    rows = {r.cell: r for r in verb._stored_study(tmp_path).rows}
+    assert verb._open_strategies(usual, args(*words), rows, "Test CPU") == ()
+    assert "ddp" in verb._open_strategies(changed, args(*words, *more), rows, "Test CPU")
+
+
+def test_a_training_of_its_own_says_how_its_pipeline_ran(tmp_path, monkeypatch):
+    site = study_runners.Site(
+        block=block_of(("gpipe",)), args=args("--study", "grid"), console=None, device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    monkeypatch.setattr(study_runners.Site, "images", lambda _: (range(80), range(8)))
+    piped = staged(training.plan(ranks=2), [1, 1], microbatches=4)
+    made = study_runners._result(site, "gpipe", piped, [nouns.epoch()], [])
+    assert (made.schedule, made.num_microbatches) == (piped.schedule, 4)
+    whole = study_runners._result(site, "ddp", nouns.plan(), [nouns.epoch()], [])
+    assert (whole.schedule, whole.num_microbatches) == (None, None)
 
 
 def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_path, monkeypatch):
@@ -380,6 +605,25 @@ def test_predictions_take_no_share_of_the_time_for_measuring():
     work = [(b, b.strategies) for b in blocks]
     assert [b.mode for b in blocks] == ["measured"] * 3 + ["predicted"] * 2
     assert verb._budget_share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
+
+
+def test_predictions_are_made_even_if_measuring_took_all_of_the_time(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    clock = [0.0]
+    monkeypatch.setattr(verb, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(verb, "_local_devices", lambda _: ("cpu", 2))
+    monkeypatch.setattr(verb, "_device_name", lambda _: "Test CPU")
+    monkeypatch.setattr(verb, "_check", lambda *_: None)
+    ran = []
+
+    def block(block, args, console, *_):
+        ran.append(block.mode)
+        clock[0] += 1000.0 if block.mode == "measured" else 1.0
+
+    monkeypatch.setattr(verb, "_block", block)
+    console = SimpleNamespace(say=lambda _: None, result=lambda *_: None)
+    verb.run(args("--study", "pipeline", "--budget", "5s"), console)
+    assert ran == ["measured", "predicted", "predicted", "predicted"]
 
 
 def test_accuracy_at_chance_is_shown_as_a_loss():
@@ -516,6 +760,14 @@ def test_no_strategy_is_called_fastest_on_more_ranks_than_cores():
     slow = replace(few.result, samples_per_s=1.0)
     made = study(replace(few, result=slow), many)
     assert "ddp on 2 ranks" in study_page.first_sentence(made, study_figures.of(made))
+
+
+def test_no_strategy_is_called_fastest_on_a_busy_machine():
+    note = "cnn, digits, 2 ranks, batch 64: " + verdicts.busy_note(1.5, 2, 2)
+    made = study(replace(row("ddp"), notes=(note,)), replace(row("tensor"), notes=(note,)))
+    said = study_page.first_sentence(made, study_figures.of(made))
+    assert "Most samples" not in said
+    assert "2 measured on a busy machine are not compared" in said
 
 
 def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):

@@ -16,7 +16,7 @@ from asa.executor.measuring.equivalence import verify
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.planner import Request, plan
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 from planner_tests.hand_plans import hand_plan

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.tracing import trace
 from asa.zoo.models import build
 

@@ -11,7 +11,7 @@ from typing import Any
 import nouns
 import pytest
 
-from asa.cli.train import TRACKERS
+from asa.cli.commands.train import TRACKERS
 from asa.errors import UnavailableError
 from asa.executor.training import trackers
 from asa.executor.training.logs import RunLog, Work

@@ -41,7 +41,7 @@ from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
-from asa.report import training as training_report
+from asa.report.text import training as training_report
 from asa.scheduler import Policy, adapt
 from asa.strategies import offered
 from asa.tracing import trace
@@ -356,7 +356,8 @@ def test_a_whole_run_changes_its_plan_when_that_pays(tmp_path: Path) -> None:
     used = [e["measurements"]["plan_fingerprint"] for e in result["epochs"]]
     assert set(used) <= {fingerprint(small), fingerprint(better)}
     rolled_back = len(changes) > 2 and changes[2]["kind"] == "rollback"
-    assert rolled_back == (changes[1]["measured_gain"] < 0)
+    # A plan that is slower stays where the steps that are left would not make up for another change.
+    assert not rolled_back or changes[1]["measured_gain"] < 0
     if not rolled_back:
         assert used[2] == fingerprint(better)
     # The switch is part of the checkpoint: whoever resumes sees the plan that was in force.

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import training
 
+from asa.cli import entry
 from asa.executor.observing.timeline import Span, _without
+from asa.executor.running import run as running
 from asa.executor.running.run import train
+from asa.instruments import other_load
+from asa.ir import codec
 from asa.ir.plan import DataDegree, Plan, Stage
+from asa.report.text.training import summary
 from asa.report.trace import together
-from asa.report.training import summary
 from asa.scheduler import adapt
 from asa.simulator import Event, Timeline, chrome_trace
 from asa.strategies import offered
@@ -132,3 +136,25 @@ def test_the_summary_says_predicted_and_measured_per_rank() -> None:
     assert last.startswith("memory of rank 2: predicted 2.00 KiB, measured 1.56 KiB")
     found["memory_bytes_per_rank"] = {"predicted": [5, 7], "measured": None}
     assert summary(found)[1] == "memory per rank: predicted 7 B, not tracked"
+
+
+@pytest.mark.parametrize(("busy_s", "said"), [(0.0, False), (1e6, True)])
+def test_a_run_on_a_busy_machine_says_so(
+    busy_s: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "plan.json"
+    codec.save(training.plan(ranks=2), path)
+    found = {
+        "step_time_s": {"predicted": 1.0, "measured": 2.0, "n": 9},
+        "memory_bytes_per_rank": {"predicted": [1024], "measured": None},
+        "data_wait_share": 0.0,
+    }
+    monkeypatch.setattr(running, "train", lambda *_, **__: {"kind": "train_result", "summary": found})
+    readings = iter((0.0, busy_s))
+    monkeypatch.setattr(other_load, "_busy_s", lambda: next(readings))
+    assert entry.run(["train", str(path), "--data", "digits"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "measured 2.00 s" in told
+    assert ("cores busy meanwhile: a prediction is of a quiet machine" in told) == said

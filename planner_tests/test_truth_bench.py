@@ -9,7 +9,7 @@ from pathlib import Path
 import known_models
 import pytest
 
-from asa.report.tables import plain
+from asa.report.text.tables import plain
 from asa.strategies import offered
 from benchmarks.truth import __main__ as command
 from benchmarks.truth import show as report

@@ -24,8 +24,8 @@ from asa.planner.questions.explain import explain
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
-from asa.report import cluster as shown
-from asa.report import uniform_choice
+from asa.report.snippets import uniform_choice
+from asa.report.text import cluster as shown
 from asa.simulator import simulate
 from asa.strategies import offered
 from benchmarks import certificate

@@ -8,7 +8,8 @@ import fake_strategies
 import nouns
 import pytest
 
-from asa.cli import entry, verify_plans
+from asa.cli import entry
+from asa.cli.commands import verify_plans
 from asa.cli.console import Console
 from asa.cost.machine import presets
 from asa.errors import UnavailableError
@@ -18,8 +19,8 @@ from asa.ir.plan import Plan
 from asa.planner import Request, parse_pin
 from asa.planner.answer.posterior import Belief
 from asa.planner.questions.finalists import finalists, joint
-from asa.report import plan as report
-from asa.report.tables import plain
+from asa.report.text import plan as report
+from asa.report.text.tables import plain
 from asa.schedules import schedules
 
 STAGED = replace(fake_strategies.FULL, schedules=schedules())

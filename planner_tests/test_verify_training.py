@@ -22,9 +22,12 @@ from asa.executor.training.worker import Worker
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
-from asa.sharding import batchnorm, boundary, replicated, samples
-from asa.sharding.bucket import Send
-from asa.sharding.samples import SampleAlphaDropout, SampleContext, SampleDropout
+from asa.sharding.collectives import boundary
+from asa.sharding.gradients import replicated
+from asa.sharding.gradients.bucket import Send
+from asa.sharding.layers import batchnorm
+from asa.sharding.randomness import samples
+from asa.sharding.randomness.samples import SampleAlphaDropout, SampleContext, SampleDropout
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, hand_plan, uniform
 

@@ -19,7 +19,7 @@ from asa.ir.graph import LayerGraph
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.planner.space.space import layouts
-from asa.sharding.describe import layer_graph
+from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
 from planner_tests.hand_plans import hand_plan, traced, uniform
 from planner_tests.test_strategy_contract import OPS, Recorder

@@ -75,14 +75,40 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
 
     model_names, asked = names(), args.classes
     for model in args.models:
-        shape, classes = default_input(model, input_shape(args), asked)
         if model not in model_names:
+            shape, classes = default_input(model, input_shape(args), asked)
             build(model, num_classes=classes, input_shape=shape)
-        train, _ = images(args.data, args.data_root, shape)
+        train = training_samples(args, console, model, asked)
         settle_classes(args, console, model, train)
         # Emulated devices have a profile of their own, whose batch is checked once it is read.
-        batch = choose.batch_here(args, console, model, device) if isinstance(args.device, str) else 1
+        batch = choose.batch_here(args, console, model, device, gpus) if isinstance(args.device, str) else 1
         check_data(args, train, args.classes or train.num_classes, batch)
+
+
+def training_samples(args: Arguments, console: Console, model: str, classes: int | None) -> ImageSet:
+    """Training samples in the input shape of ``model`` with ``classes`` classes. If they are rows of numbers, and no
+    input shape was given, it becomes that of a row.
+
+    Raises:
+        UsageError, InvalidInputError, UnavailableError: the data cannot be used, or not by this model.
+    """
+    from asa.zoo.data.own import TableError
+    from asa.zoo.models import build, default_input
+
+    shape, number = default_input(model, input_shape(args), classes)
+    try:
+        return images(args.data, args.data_root, shape)[0]
+    except TableError as error:
+        if input_shape(args) is not None:
+            raise
+        try:
+            build(model, num_classes=number, input_shape=error.shape)
+        except UsageError:
+            columns = f"{args.data} has rows of {error.shape[-1]} numbers"
+            raise UsageError(f"{columns}, which {model} cannot take; take a model that can, as logistic") from None
+        args.replace(input=error.shape)
+        console.say(f"asa: --input {'x'.join(map(str, error.shape))}, as {args.data} has")
+        return images(args.data, args.data_root, error.shape)[0]
 
 
 def settle_classes(args: Arguments, console: Console, model: str, train: ImageSet) -> None:

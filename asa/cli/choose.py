@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Callable
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,10 +21,16 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
 from asa.launch import cuda_devices
+from asa.launch.devices import cpu_name
 from asa.profiler.paths import slug
 from asa.zoo.names import REMARKS
 
 PROFILE_LIMIT_S = 75.0
+OLD_S = 3600.0
+"""Age in seconds from which on a stored profile is compared with this machine before something is run by it."""
+OTHER_SPEED = 1.4
+"""Ratio of speeds beyond which it is measured anew. Virtual machines of one name were up to 2.7 times as slow as that
+of a shipped profile; a busy core slows its neighbour down by 1.25."""
 
 
 def named_cluster(name: str, gpus: int | None = None) -> Cluster:
@@ -87,6 +95,14 @@ def of_another_torch(p: Profile) -> str:
     )
 
 
+def of_another_processor(p: Profile) -> str:
+    """A sentence on a profile that was measured on another processor than this machine's; empty if it was not."""
+    here = cpu_name()
+    if p.device.type != "cpu" or p.device.name == here:
+        return ""
+    return f"times are of {p.device.name}, this machine has {here}; `asa profile {p.model_spec}` measures them here"
+
+
 def profile(
     args: Arguments,
     console: Console,
@@ -115,8 +131,8 @@ def profile(
             )
         return _for_cluster(named, cluster, f"profile {model}")
     every = places.profiles(console)
-    as_one = _is_set(args, "compile") or args.gpus == 1  # what is compiled as one runs on one device
-    matches = [(path, p) for path, p in every if fits(p, args, model) and (as_one or p.compiled != "whole")]
+    any_way = _is_set(args, "compile")
+    matches = [(path, p) for path, p in every if fits(p, args, model) and (any_way or p.runs_on(args.gpus))]
     for path, p in matches:
         if cluster is None or p.device.type == cluster.device.type:
             better = fastest(p, matches)
@@ -158,9 +174,9 @@ USUAL_BATCH = {"cuda": 256, "cpu": 64}
 """Global batch of a new profile, by kind of device."""
 
 
-def batch_here(args: Arguments, console: Console, model: str, device: str) -> int:
+def batch_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> int:
     """The global batch that :func:`profile_here` will plan for, before anything is measured."""
-    stored = None if args.global_batch else known_here(args, console, model, device)
+    stored = None if args.global_batch else known_here(args, console, model, device, gpus)
     return args.global_batch or (USUAL_BATCH[device] if stored is None else stored[0].global_batch)
 
 
@@ -168,23 +184,37 @@ def profile_here(
     args: Arguments, console: Console, model: str, device: str, gpus: int, *, limit_s: float = PROFILE_LIMIT_S
 ) -> tuple[Profile, str]:
     """A profile for this device, up to the requested batch (at the model's own input size by default): the newest
-    stored one, or a new measurement."""
-    stored = known_here(args, console, model, device)
+    stored one, or a new measurement if there is none, or this machine has become slower or faster since."""
+    stored = known_here(args, console, model, device, gpus)
     if stored is not None:
-        if said := of_another_torch(stored[0]):
-            console.say(f"asa: {said}")
-        return stored
+        from asa.profiler.measure import slowdown
+
+        ratio = slowdown(stored[0]) if _is_old(stored[0]) else 1.0
+        if 1 / OTHER_SPEED <= ratio <= OTHER_SPEED:
+            if said := of_another_torch(stored[0]):
+                console.say(f"asa: {said}")
+            return stored
+        console.say(f"asa: {stored[1]}: a step takes {ratio:.2g} times as long here now, so {model} is profiled anew")
     return measured(args, console, model, device, limit_s=limit_s, max_degree=max(8, gpus))
 
 
-def known_here(args: Arguments, console: Console, model: str, device: str) -> tuple[Profile, str] | None:
-    """The newest fitting profile measured on this device, and a sentence about it; None if there is none."""
+def _is_old(p: Profile) -> bool:
+    """Whether this machine may have another speed by now than when ``p`` was measured."""
+    try:
+        return time.time() - datetime.fromisoformat(p.provenance.created).timestamp() > OLD_S
+    except ValueError:  # a file by hand
+        return True
+
+
+def known_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> tuple[Profile, str] | None:
+    """The newest fitting profile measured on this device that is right for ``gpus`` of them, and a sentence about it;
+    None if there is none."""
     from asa.zoo.models import default_input
 
     name = _local_device(device).name
     shape, _ = default_input(model, input_shape(args), args.classes)
     for path, p in places.profiles(console):
-        is_local = p.device.name == name and p.graph.input_shape == shape
+        is_local = p.device.name == name and p.graph.input_shape == shape and p.runs_on(gpus)
         if is_local and fits(p, args, model) and p.global_batch >= (args.global_batch or 1):
             return p, f"profile {places.shown(path)}"
     return None

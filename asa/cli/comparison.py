@@ -212,7 +212,7 @@ def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
 
 def notes(contest: ModelBench) -> list[str]:
     """Remarks for the reader: emulated devices, strategies with the same plan, notes of plans."""
-    from asa.report.plan import notes as plan_notes
+    from asa.report.text.plan import notes as plan_notes
 
     first: dict[object, str] = {}
     lines = [f"{contest.model}: {text}" for text in (contest.emulated, contest.ended) if text]
@@ -237,7 +237,7 @@ def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: 
         gpus=gpus,
         global_batch=args.global_batch or first.global_batch,
         input_shape=first.graph.input_shape,
-        num_classes=first.graph.num_classes,
+        num_classes=min(first.graph.num_classes, train.num_classes),
         precision=first.precision,
         optimizer=args.optimizer,
         learning_rate=args.lr or LEARNING_RATE[args.optimizer],
@@ -268,7 +268,7 @@ def _plan(args: Arguments, contest: ModelBench, gpus: int, strategy: str) -> Seq
 def _scaling(args: Arguments, contest: ModelBench, gpus: int) -> list[nouns.ScalingPoint]:
     points = []
     for ranks in sorted({*SCALES, gpus}):
-        if ranks > contest.cluster.num_devices:
+        if ranks > contest.cluster.num_devices or not contest.profile.runs_on(ranks):
             break
         try:
             best = _plan(args, contest, ranks, "asa")[0]
@@ -301,7 +301,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
     return nouns.BenchResult(
         model=contest.model,
         strategy=strategy,
-        ranks=plan.num_ranks,
+        ranks=plan.num_processes,
         global_batch=plan.global_batch,
         step_time_s=cell.step_time,
         predicted_step_time_s=p.step_time_s,
@@ -321,7 +321,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
         data_wait_s=wait,
         samples_per_epoch=cell.samples_per_epoch,
         flops_per_s=rate,
-        mfu=rate / (plan.num_ranks * peak) if peak else None,
+        mfu=rate / (plan.num_processes * peak) if peak else None,
         predicted_bubble_s=p.bubble_s if len(plan.stages) > 1 else None,
         state_memory_bytes=max(cell.state_memory_bytes) if cell.state_memory_bytes else None,
         reserved_memory_bytes=max(cell.reserved_memory_bytes) if cell.reserved_memory_bytes else None,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -39,7 +41,7 @@ class Console:
             return
         from rich.text import Text
 
-        from asa.report.tables import folded
+        from asa.report.text.tables import folded
 
         console, tables = _rich(stderr=False), _rich(stderr=False)
         tables.width = max(tables.width, _TABLE_WIDTH)
@@ -69,7 +71,7 @@ class Console:
         if self.first_rank:
             console = self._bars.console if self._bars is not None else _rich(stderr=True)
             if console.is_terminal and not verbatim:
-                from asa.report.tables import folded
+                from asa.report.text.tables import folded
 
                 message = folded(message, console.width)
             with _unheard(2):
@@ -132,20 +134,30 @@ class Console:
         else:
             self.show(*parts())
 
-    def _now_and_then(self, title: str) -> Report:
-        """A progress function that prints a line to stderr ten seconds after the start or the last line."""
+    @contextmanager
+    def _now_and_then(self, title: str) -> Iterator[Report]:
+        """Context with a progress function. A line goes to stderr ten seconds after the start or the last line, or
+        without an alarm at the next call after that."""
         began = last = time.monotonic()
+        known = (0.0, "")
+
+        def line() -> str:
+            (fraction, what), seconds = known, time.monotonic() - began
+            eta = f", about {seconds * (1 - fraction) / fraction:.0f} s left" if _TELLING <= fraction < 1 else ""
+            told = (
+                f": {what}, {100 * fraction:.0f} % after {seconds:.0f} s{eta}" if what else f", {seconds:.0f} s so far"
+            )
+            return f"asa: {title}{told}"
 
         def report(fraction: float, what: str) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if now - last < LINE_EVERY_S:
-                return
-            last = now
-            eta = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if _TELLING <= fraction < 1 else ""
-            self.say(f"asa: {title}: {what}, {100 * fraction:.0f} % after {now - began:.0f} s{eta}")
+            nonlocal last, known
+            known = (fraction, what)
+            if not rings and time.monotonic() - last >= LINE_EVERY_S:
+                last = time.monotonic()
+                self.say(line())
 
-        return report
+        with _alarm(line) as rings:
+            yield report
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Report]:
@@ -154,7 +166,8 @@ class Console:
             yield _quiet
             return
         if self.as_json or not sys.stderr.isatty():
-            yield self._now_and_then(title)
+            with self._now_and_then(title) as report:
+                yield report
             return
         from rich.progress import (
             BarColumn,
@@ -189,6 +202,15 @@ class Console:
             finally:
                 self._bars = None
 
+    @contextmanager
+    def waiting(self, title: str) -> Iterator[None]:
+        """Context in which a line goes to stderr every ten seconds, for work that cannot say how much is done."""
+        if not self.first_rank:
+            yield
+            return
+        with self._now_and_then(title):
+            yield
+
 
 _TABLE_WIDTH = 80
 """Least number of columns that tables are laid out for."""
@@ -198,6 +220,29 @@ _TELLING = 0.1
 
 LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
+
+
+@contextmanager
+def _alarm(line: Callable[[], str]) -> Iterator[bool]:
+    """Context that writes ``line()`` to stderr every ten seconds, and whether it does: not outside the main thread, on
+    a launcher's rank, or if the process uses SIGALRM itself."""
+    free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and "RANK" not in os.environ
+    if not free or threading.current_thread() is not threading.main_thread():
+        yield False
+        return
+
+    def tell(*_: object) -> None:  # not by a stream, which may be in use when the signal arrives
+        with suppress(OSError):
+            os.write(2, f"{line()}\n".encode())
+
+    signal.signal(signal.SIGALRM, tell)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, LINE_EVERY_S, LINE_EVERY_S)
+    try:
+        yield True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @contextmanager

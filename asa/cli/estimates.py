@@ -60,7 +60,7 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
     """The structure, its fingerprint, and whether the model can train on a batch of one sample."""
-    from asa.sharding.structure import structure_of
+    from asa.sharding.layers.structure import structure_of
     from asa.zoo.inputs import example
     from asa.zoo.models import build, default_input
     from asa.zoo.without_values import on_meta

@@ -69,10 +69,12 @@ def no_file(path: Path) -> str:
 
 
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
-    """All readable profiles, newest first by their own date; unreadable ones are named on stderr."""
+    """All readable profiles, newest first by their own date, and after them those that are shipped with the package;
+    unreadable ones are named on stderr."""
     files = _files(lambda p: not p.name.startswith(CLUSTER_PREFIX) and not p.name.endswith(STALENESS_SUFFIX))
     readable = list(_readable(files, Profile, console))
-    return sorted(readable, key=lambda item: item[1].provenance.created, reverse=True)
+    newest_first = sorted(readable, key=lambda item: item[1].provenance.created, reverse=True)
+    return sorted(newest_first, key=lambda item: SHIPPED in item[0].parents)
 
 
 def own_profiles(console: Console) -> list[tuple[Path, Profile]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from asa.cli import bench_setup, choose, places
 from asa.cli import options as o
 from asa.cli.console import Console
-from asa.cli.verb import Arguments
+from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
@@ -21,7 +22,7 @@ OPTIONS = (
     o.option(o.GLOBAL_BATCH, help="with MODEL: samples per optimizer step, over all ranks (default: the profile's)"),
     o.option(o.CLUSTER, help="with MODEL: name or file of a cluster (default: this machine)"),
     o.option(o.PRECISION, help="with MODEL: arithmetic of forward and backward"),
-    o.option(o.INPUT, help="with MODEL: size of one image (default: the model's own)"),
+    o.option(o.INPUT, help="with MODEL: size of one image (default: the model's own, or a row of your table)"),
     o.option(o.TOKENS, help="with MODEL: tokens of one sequence (default: the model's own)"),
     o.option(o.CLASSES, help="with MODEL: number of classes (default: 100, or that of your own data)"),
 )
@@ -50,22 +51,22 @@ def names_a_model(args: Arguments) -> bool:
     return False
 
 
-def words(args: Arguments, path: Path) -> tuple[str, ...]:
-    """Command words that train under the plan at ``path`` in the same way, without the options for planning."""
+def words(args: Arguments, path: Path, options: Sequence[Option]) -> tuple[str, ...]:
+    """Command words that train under the plan at ``path`` in the same way, without the options for planning.
+    ``options`` are all of the command's."""
     rest: list[str] = []
     typed = iter(args.words)
-    named = {f"--{option.name}" for option in OPTIONS}
+    valued = {flag for o in options if not (o.positional or o.switch) for flag in (f"--{o.name}", o.short) if flag}
+    of_planning = {f"--{option.name}" for option in OPTIONS}
     for word in typed:
         name, equals, _ = word.partition("=")
-        if name in named:
-            if not equals:
-                next(typed, None)
-        elif word != args.plan:
-            rest.append(word)
+        value = [] if equals or name not in valued else [next(typed)]
+        if name not in of_planning and word != args.plan:
+            rest += [word, *value]
     return (str(path), *rest)
 
 
-def _read(args: Arguments, console: Console, model: str, device: bench_setup.DeviceType) -> None:
+def _read(args: Arguments, console: Console, model: str, device: bench_setup.DeviceType, gpus: int) -> None:
     """Read data of the user's own, and check that ``model`` can learn them, before minutes of measuring: ranks that are
     forked have them then.
 
@@ -80,10 +81,10 @@ def _read(args: Arguments, console: Console, model: str, device: bench_setup.Dev
     from asa.zoo.models import default_input
 
     with one_thread(torch.device("cpu")):
-        shape, classes = default_input(model, o.input_shape(args), args.classes)
-        train, _ = bench_setup.images(args.data, None, shape)
+        train = bench_setup.training_samples(args, console, model, args.classes)
         bench_setup.settle_classes(args, console, model, train)
-        batch = choose.batch_here(args, console, model, device)
+        classes = default_input(model, o.input_shape(args), args.classes)[1]
+        batch = choose.batch_here(args, console, model, device, gpus)
         bench_setup.check_data(args, train, args.classes or classes, batch)
 
 
@@ -102,7 +103,7 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     device, gpus = bench_setup.device_of(args)
     draft = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
     check_request(None, offered(), draft)
-    _read(args, console, model, device)
+    _read(args, console, model, device, gpus)
     cluster = bench_setup.cluster_here(args, console, device, gpus)
     profile, source = choose.profile_here(args, console, model, device, gpus)
     console.say(f"asa: {source}")

@@ -55,7 +55,8 @@ class _Parser(argparse.ArgumentParser):
         """Suggestion of flags that are similar to unknown ones."""
         unknown = [word[2:] for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
         names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-        matches = [f"--{match}" for word in unknown for match in get_close_matches(word, names, n=1)]
+        parts = {word: [n for n in names if word in n.split("-")] for word in unknown}
+        matches = [f"--{match}" for word in unknown for match in get_close_matches(word, names, n=1) or parts[word]]
         return f"; did you mean {', '.join(matches)}?" if matches else ""
 
 

@@ -2,7 +2,7 @@
 
 The formulas are those of :meth:`asa.cost.pricing.Pricer.price`; this module collects their inputs (:class:`Figures`).
 Inputs that do not depend on the number of microbatches are computed once, and so are the memory and traffic that
-strategies declare.
+strategies declare. Equal components with the same ways, such as repeated blocks, share them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import Figures, Upkeep, Way
 from asa.cost.work.compute import Times
 from asa.interfaces.strategy import DataStrategy
-from asa.ir.graph import LayerGraph
+from asa.ir.graph import LayerGraph, firsts
 from asa.ir.layout import Layout
-from asa.ir.plan import OptimizerName, TensorDegree
+from asa.ir.plan import OptimizerName
 
 
 @dataclass
@@ -55,44 +55,38 @@ class PricedWays:
 class Menu:
     """All ways of all components in one list: ``ways[i]`` are those of component i. For each way, ``component`` is the
     index of its component, and ``layout`` that of its layout in ``layouts``. ``saving`` marks ways with a checkpoint
-    that differ from another way in nothing else: those for which ``forgetting(component, way)`` is true."""
+    that differ from another way in nothing else: where ``forgetting(component, way)`` is true; all if it is None."""
 
     def __init__(
         self, graph: LayerGraph, states: States, times: Times, optimizer: OptimizerName,
-        ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool],
+        ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool] | None,
     ) -> None:  # fmt: skip
         self._graph, self._states, self._times = graph, states, times
         self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
-        distinct, pair = _distinct_states(ways)
+        rows = [tuple(map(id, row)) for row in ways]
+        tensors = {w.tensor for row in dict(zip(rows, ways, strict=True)).values() for w in row}
+        holders = {states.largest(t)[0] for t in tensors}
+        self._twin = firsts((k, row, i in holders) for i, (k, row) in enumerate(zip(states.kinds, rows, strict=True)))
+        distinct, pair, self.checkpoint, self.offload = _distinct_states(ways, self._twin)
         self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in distinct))
         number = {layout: k for k, layout in enumerate(self.layouts)}
         self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[pair]
-        self.checkpoint = np.array([w.checkpoint for w in self.ways], dtype=bool)
         self.saving = self.checkpoint.copy()
-        for at in np.flatnonzero(self.checkpoint).tolist():
-            self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
-        self.offload = np.array([w.offload for w in self.ways], dtype=bool)
+        if forgetting is not None:
+            for at in np.flatnonzero(self.checkpoint).tolist():
+                self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
         self._prices: dict[tuple[Pricer, bytes], PricedWays] = {}
-        self._largest_of: dict[TensorDegree, tuple[int, float]] = {}
-        self._cells: dict[tuple[int, int], Way] = {}
-        for i, way in distinct:
-            self._cells.setdefault((i, number[way.layout]), way)
+        self._cells = {(i, number[way.layout]): way for i, way in reversed(distinct)}
         if distinct:
             self._price_states(distinct, pair, optimizer)
 
     def _price_states(self, pairs: list[tuple[int, Way]], pair: Any, optimizer: OptimizerName) -> None:
         """Compute the costs of keeping state, once for each distinct state; arguments from :func:`_distinct_states`."""
-        by_key, surroundings = dict[object, tuple[StateCost, Gathers | None]](), self._states.surroundings
-        for key, i, w in (((surroundings[i], id(w)), i, w) for i, w in pairs):
-            by_key[key] = by_key.get(key) or (self._states.state_cost(i, w), self._states.gathers(i, w))
-        states, ahead = zip(*(by_key[surroundings[i], id(w)] for i, w in pairs), strict=True)
-        distinct = {id(k): k for k in states}
-        number = {key: at for at, key in enumerate(distinct)}
-        self._costs: Upkeep = _stacked([k.costs for k in distinct.values()])
-        self._costs = _selected(self._costs, np.array([number[id(k)] for k in states], dtype=np.int64)[pair])
-        self._upkeep = [states[k] for k in pair.tolist()]
+        self._pair, self._held = pair, [self._states.state_cost(i, w) for i, w in pairs]
+        states, ahead = self._held, [self._states.gathers(i, w) for i, w in pairs]
+        self._costs: Upkeep = _selected(_stacked([k.costs for k in states]), pair)
         update, fixed, varies, joint, repeated = [], [], [], [], []
         bucketed = [k.memory.buckets > 0 for k in states]
         for (i, way), k in zip(pairs, states, strict=True):
@@ -100,34 +94,24 @@ class Menu:
             varies.append(type(k.page).transient is not DataStrategy.transient)
             fixed.append(0.0 if varies[-1] else k.memory.transient)
             joint.append(way.data.degree > 1 and k.page.joint)
-            least = 0.0
-            if joint[-1]:
-                least = k.page.least(k.share, way.layout.data, optimizer, self._other_bytes(i, way))
-            repeated.append(k.memory.optimizer - least if joint[-1] else 0.0)
+            repeated.append(k.memory.optimizer - self._least(i, way, k, optimizer) if joint[-1] else 0.0)
         self._update, self._fixed, self._repeated = (np.array(x, dtype=float)[pair] for x in (update, fixed, repeated))
         self._varies, self._joint, self._bucketed = (np.array(x, dtype=bool)[pair] for x in (varies, joint, bucketed))
         self._repeated = np.where(self.offload, 0.0, self._repeated)
         none = Gathers(0.0, 0.0, 0.0, 0.0)
-        self._gathers: Gathers | None = None
-        if any(ahead):
-            self._gathers = _selected(_stacked([x or none for x in ahead]), pair)
+        self._gathers: Gathers | None = _selected(_stacked([x or none for x in ahead]), pair) if any(ahead) else None
 
     @cached_property
     def wrapping(self) -> Any:
         """A number for each way: neighbouring components with equal numbers can be wrapped as one unit. -1 for ways
         whose memory does not depend on their neighbours."""
-        number_of: dict[object, int] = {}
-        keys = [(w.layout, w.data, w.tensor, w.offload) for w in self.ways]
-        numbers = np.array([number_of.setdefault(key, len(number_of)) for key in keys], dtype=np.int64)
-        return np.where(self._joint, numbers, -1)
+        return np.where(self._joint, firsts((w.layout, w.data, w.tensor, w.offload) for w in self.ways), -1)
 
-    def _other_bytes(self, index: int, way: Way) -> float:
-        """The argument ``others`` of :meth:`asa.interfaces.strategy.DataStrategy.least`: parameter bytes of all other
-        components, for the component with the largest parameter; infinite for the rest."""
-        if way.tensor not in self._largest_of:
-            self._largest_of[way.tensor] = self._states.largest(way.tensor)
-        holder, others = self._largest_of[way.tensor]
-        return others if index == holder else float("inf")
+    def _least(self, index: int, way: Way, state: StateCost, optimizer: OptimizerName) -> float:
+        """Lower bound on the bytes of a component's optimizer state. All other components may be neighbours of the one
+        with the largest parameter (:meth:`asa.interfaces.strategy.DataStrategy.least`)."""
+        holder, others = self._states.largest(way.tensor)
+        return state.page.least(state.share, way.layout.data, optimizer, others if index == holder else float("inf"))
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
         """Whether each way gives its component enough samples: an array of booleans. ``samples``: samples of a rank in
@@ -183,16 +167,10 @@ class Menu:
     def _unmade(self, pricer: Pricer, which: Any) -> Any:
         """For each way, the bytes of gradients that do not exist yet at the peak of the component's backward
         (:meth:`asa.cost.pricing.Pricer.without_unmade`)."""
-        unmade = np.zeros(len(which))
         if pricer.num_microbatches > 1 or not pricer.times.unmade:
-            return unmade
-        by_cell: dict[tuple[int, int], float] = {}
-        for at in np.flatnonzero(~self._bucketed[which]).tolist():
-            key = (int(self.component[which[at]]), int(self.layout[which[at]]))
-            if key not in by_cell:
-                by_cell[key] = pricer.keeping.unmade(self._graph.components[key[0]], self.layouts[key[1]])
-            unmade[at] = by_cell[key]
-        return unmade
+            return np.zeros(len(which))
+        each = np.stack([pricer.keeping.unmade(x) for x in self.layouts])
+        return np.where(self._bucketed[which], 0.0, each[self.layout[which], self.component[which]])
 
     def _neighbour_seconds(self, pricer: Pricer, which: Any, passes: Any, gathers: Gathers) -> tuple[Any, Any]:
         """For each way, the compute seconds that can hide its gathers: the forward of the component in front, and the
@@ -201,10 +179,10 @@ class Menu:
         front, back = np.maximum(0, i - 1), np.minimum(last, i + 1)
         ahead = passes[0][k, front]
         behind = passes[1][k, back] + self.checkpoint[which] * passes[0][k, back]
-        for at in np.flatnonzero(gathers.forward + gathers.once + gathers.backward).tolist():
+        alone = np.array([self._is_priced_alone(pricer, x) for x in self.layouts])[k]
+        for at in np.flatnonzero(alone * (gathers.forward + gathers.once + gathers.backward)).tolist():
             way = self.ways[int(which[at])]
-            if self._is_priced_alone(pricer, way.layout):
-                ahead[at], behind[at] = pricer.neighbour_seconds(int(i[at]), way, _selected(gathers, at))
+            ahead[at], behind[at] = pricer.neighbour_seconds(int(i[at]), way, _selected(gathers, at))
         return ahead, behind
 
     @staticmethod
@@ -216,16 +194,17 @@ class Menu:
         """For each way, transient bytes as its strategy declares them, buffers of neighbours included. ``isolated``: as
         if no neighbour of a joint strategy ran the same way."""
         transient = self._fixed[which]
-        by_key: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
-        for at in np.flatnonzero(self._varies[which]).tolist():
+        varying = np.flatnonzero(self._varies[which])
+        kinds = 2 * self._pair[which[varying]] + self.checkpoint[which[varying]]  # whether or not state is on the host
+        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
+        each = np.zeros(len(first))
+        for k, at in enumerate(varying[first].tolist()):
             w = int(which[at])
-            key = (self.component[w], self.layout[w], id(self._upkeep[w].page), saved[at])
-            if key not in by_key:
-                way, i = self.ways[w], int(self.component[w])
-                same_ways = range(i, i + 1) if isolated and self._joint[w] else None
-                neighbours = pricer.around.of(i, way.tensor, float(saved[at]), same_ways)
-                by_key[key] = self._upkeep[w].page.transient(self._upkeep[w].share, way.layout.data, neighbours)
-            transient[at] = by_key[key]
+            way, i, state = self.ways[w], int(self.component[w]), self._held[self._pair[w]]
+            same_ways = range(i, i + 1) if isolated and self._joint[w] else None
+            neighbours = pricer.around.of(i, way.tensor, float(saved[at]), same_ways)
+            each[k] = state.page.transient(state.share, way.layout.data, neighbours)
+        transient[varying] = each[kind]
         return transient
 
     def _in_cells(self, pricer: Pricer, which: Any) -> Any:
@@ -243,8 +222,10 @@ class Menu:
             one_by_one = self._is_priced_alone(pricer, layout)
             first: dict[int, int] = {}
             for i in np.flatnonzero(used[k]).tolist() if one_by_one or layout.tensor > 1 else ():
-                twin = first.setdefault(i if one_by_one else self._states.like[i], i)
-                figures[:8, k, i] = pricer.cell(i, self._cells[i, k]) if twin == i else figures[:8, k, twin]
+                if (twin := first.setdefault(self._states.timed[i], i)) != i:
+                    figures[:, k, i] = figures[:, k, twin]
+                    continue
+                figures[:8, k, i] = pricer.cell(i, self._cells[self._twin[i], k])
                 if one_by_one:
                     component = self._graph.components[i]
                     for at, checkpoint in ((8, False), (10, True)):
@@ -269,16 +250,22 @@ def _selected(figures: Any, which: Any) -> Any:
     return type(figures)(*(values[..., which] for values in vars(figures).values()))
 
 
-def _distinct_states(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way]], Any]:
-    """The distinct pairs (component, way) by how they keep state, and for each way the index of its pair. Consecutive
-    ways that differ only by a checkpoint or an optimizer on the host share a pair."""
+def _distinct_states(
+    ways: Sequence[Sequence[Way]], twins: Sequence[int]
+) -> tuple[list[tuple[int, Way]], Any, Any, Any]:  # fmt: skip
+    """The distinct pairs (component, way) by how they keep state; and for each way the index of its pair, whether it
+    has a checkpoint, and whether its optimizer state is on the host. Consecutive ways that differ in nothing else share
+    a pair, and so do those of a component and of its twin, which comes first."""
     pairs: list[tuple[int, Way]] = []
-    pair: list[int] = []
-    for i, row in enumerate(ways):
+    rows: list[Any] = []
+    for i, (row, twin) in enumerate(zip(ways, twins, strict=True)):
         last: Way | None = None
-        for way in row:
+        own: list[tuple[int, bool, bool]] = []
+        for way in row if twin == i else ():
             if last is None or not (way.layout is last.layout and way.tensor is last.tensor and way.data is last.data):
                 pairs.append((i, way))
                 last = way
-            pair.append(len(pairs) - 1)
-    return pairs, np.array(pair, dtype=np.int64)
+            own.append((len(pairs) - 1, way.checkpoint, way.offload))
+        rows.append(np.array(own, dtype=np.int64).reshape(-1, 3) if twin == i else rows[twin])
+    pair, checkpoint, offload = np.concatenate(rows).T
+    return pairs, pair.copy(), checkpoint > 0, offload > 0

@@ -85,7 +85,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
         rows = tuple(shards[layout.data_index(rank)] for layout, shards in rows_of)
         if rows not in by_rows:
             view = pricer.holder(rank)
-            parts = [view.component(i, way).footprint for i, way in enumerate(ways, start)]
+            parts = [view.cost(i, way).footprint for i, way in enumerate(ways, start)]
             between = [view.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
             inlets = (view.edges.inlet(start, ways[0].layout), *between)
             outlet = view.edges.outlet(start + len(ways) - 1, ways[-1].layout)
@@ -98,7 +98,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
 def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
     """The price of a stage in which component ``start + i`` runs ``ways[i]``, while activations of ``in_flight``
     microbatches are held."""
-    components = tuple(_moved(pricer.component(i, way), start) for i, way in enumerate(ways, start))
+    components = tuple(pricer.component(i, way, start) for i, way in enumerate(ways, start))
     between = [pricer.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
     stop = start + len(ways)
     boundaries = (pricer.edges.inlet(start, ways[0].layout), *between, pricer.edges.outlet(stop - 1, ways[-1].layout))
@@ -116,29 +116,19 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     )
 
 
-def _moved(cost: ComponentCost, start: int) -> ComponentCost:
-    """The cost with ``release`` as an index in the stage; gradients due in front of the stage leave at its start."""
-    return cost if start == 0 else cost.released_at(max(0, cost.release - start))
-
-
 def _times(
     cost: StepCost, components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap
 ) -> StageTimes:
     """The stage's times as :func:`asa.cost.pipeline.makespan` needs them. Overlap lengthens the last backward."""
-    m = components[0].num_microbatches
-    forward = sum(c.forward_s + c.forward_communication_s for c in components) + sum(b.forward_s for b in boundaries)
-    backward = sum(c.backward_s + c.backward_communication_s for c in components)
+    *_, forward, backward, bucket = (float(sum(x)) for x in zip(*(c.sums for c in components), strict=True))
+    forward += sum(b.forward_s for b in boundaries)
     backward += sum(b.backward_s for b in boundaries)
-    if overlap.saving >= 0:
-        longer = cost.overlap_s * (1 - 1 / overlap.compute_slowdown)
-    else:
-        longer = 0.0
-    longer += sum(c.bucket_s for c in components)
+    longer = bucket + (cost.overlap_s * (1 - 1 / overlap.compute_slowdown) if overlap.saving >= 0 else 0.0)
     return StageTimes(
         forward=forward,
         backward=backward,
         last_backward_extra=longer,
-        after=cost.total_s - m * (forward + backward) - longer,
+        after=cost.total_s - components[0].num_microbatches * (forward + backward) - longer,
     )
 
 

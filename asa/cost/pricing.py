@@ -82,7 +82,6 @@ class Pricer:
             profile.graph, times, cluster, strategies, Links(cluster, width, busy), optimizer, compression
         )
         self._links = self.states.links
-        self._releases = self.states.releases
         at_once = working(width, busy, num_microbatches)
         self.slow = slowest_rank(profile, cluster, at_once)
         self.slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
@@ -90,7 +89,7 @@ class Pricer:
         self.slow_update = self.slow_memory * contentions[0] / contentions[1]
         self.held_up_by_update = contentions[2] / contentions[0] - 1
         """Share by which the update of a stage slows down the backward of the stages in front, which runs meanwhile."""
-        self._components: dict[tuple[int, Way], ComponentCost] = {}
+        self._components: dict[tuple[object, ...], ComponentCost] = {}
         self._holders: dict[int, Pricer] = {}
         self._cells: dict[tuple[object, ...], tuple[float, ...]] = {}
         self.width = width
@@ -117,11 +116,6 @@ class Pricer:
             pass_s = passes.T * self.slowed(samples)
         floors = np.array([(x, 2 * x) for x in map(self.times.launch, components)])
         return np.maximum(0.0, pass_s - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
-
-    @property
-    def releases(self) -> tuple[int, ...]:
-        """For each component, the index of the one after whose backward the late part of its gradients is sent."""
-        return tuple(r.index for r in self._releases)
 
     def local(self, layout: Layout) -> int:
         """Samples of the largest shard of a microbatch."""
@@ -154,11 +148,23 @@ class Pricer:
     def _work(self, component: Component, samples: int, layout: Layout) -> Work:
         return self.times.work(component, samples, layout.tensor, by_tokens=layout.sequence)
 
-    def component(self, index: int, way: Way) -> ComponentCost:
-        """The cost of component ``index``, run as ``way`` says."""
-        if (index, way) not in self._components:
-            self._components[index, way] = self.price(self.figures(index, way))
-        return self._components[index, way]
+    def component(self, index: int, way: Way, start: int = 0) -> ComponentCost:
+        """The cost of component ``index``, run as ``way`` says, in a stage that begins with component ``start``.
+        Gradients that are due in front of the stage leave at its start."""
+        cost, release = self.cost(index, way), max(0, self.states.released[index] - start)
+        return cost if cost.release == release else cost.released_at(release)
+
+    def cost(self, index: int, way: Way) -> ComponentCost:
+        """The :meth:`component` with the ``release`` of any equal component: all of these are priced once."""
+        key = (self.states.kinds[index], way)
+        cost = self._components.get(key)
+        if cost is None:
+            state = self.states.state_cost(index, way)
+            like = (self.states.settings[index], id(state), way.checkpoint, way.offload)
+            if like not in self._components:
+                self._components[like] = self.price(self.figures(index, way))
+            cost = self._components[key] = self._components[like]
+        return cost
 
     def figures(self, index: int, way: Way, alike: range | None = None) -> Figures:
         """The input of :meth:`price` for component ``index``, run as ``way`` says. ``alike``: the range of components
@@ -175,7 +181,7 @@ class Pricer:
             count=(a, b, c, d), saved=saved, transient=transient,
             buffers=state.page.transient(state.share, layout.data, neighbours), checkpoint=way.checkpoint,
             offload=way.offload, split=layout.tensor > 1, single_rank=layout.data == 1,
-            release=self._releases[index].index, error=slow * work.error_s, link_error=self.edges.link_error(layout),
+            release=self.states.released[index], error=slow * work.error_s, link_error=self.edges.link_error(layout),
         )  # fmt: skip
 
     def neighbour_seconds(self, index: int, way: Way, gathers: Gathers) -> tuple[float, float]:
@@ -284,13 +290,11 @@ class Pricer:
 
     def without_unmade(self, index: int, way: Way, footprint: Footprint, *, ending: bool) -> Footprint:
         """The ``footprint`` of component ``index``, corrected for gradients that do not exist yet at the peak of its
-        backward. It is unchanged if gradients exist earlier: in buckets, or from an earlier microbatch. ``ending``: the
-        component is the last one with weights in its wrapped unit; its forward has no gradients, but still the buffer
-        of its gathered weights."""
-        if self.num_microbatches > 1 or not self.times.unmade:
-            return footprint
+        backward, in a step of one microbatch. It is unchanged if gradients are in buckets. ``ending``: the component is
+        the last one with weights in its wrapped unit; its forward has no gradients, but still the buffer of its
+        gathered weights."""
         memory, component = self.states.state_cost(index, way).memory, self.graph.components[index]
-        unmade = 0.0 if memory.buckets else self.keeping.unmade(component, way.layout)
+        unmade = 0.0 if memory.buckets else float(self.keeping.unmade(way.layout)[index])
         if not unmade:
             return footprint
         peak = max(footprint.transient - unmade, memory.updating)
@@ -303,7 +307,7 @@ class Pricer:
         """Eight figures of component ``index`` that do not depend on its data strategy: seconds of compute in forward
         and in backward, seconds of the collectives inside each, and the number of collectives in each of
         :data:`asa.cost.way.PHASES`."""
-        key = (index, way.layout, way.tensor)
+        key = (self.states.timed[index], way.layout, way.tensor)
         if key not in self._cells:
             inner = self.inner(index, way)
             collective_s = (sum(self._links.seconds(c) for c in inner if c.phase == phase) for phase in PHASES[:2])

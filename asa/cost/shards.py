@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cached_property, lru_cache
+from typing import Any
 
 from asa.cost.memory.peak import margin
 from asa.cost.work.compute import Times
@@ -126,9 +127,9 @@ class Keeping:
             pairs.append((saved, transient))
         return max(s for s, _ in pairs), max(t for _, t in pairs)
 
-    def unmade(self, component: Component, layout: Layout) -> float:
-        """Bytes of the component's gradients that backward has not yet computed at its peak."""
-        return self._times.work(component, self.shards.largest(layout), layout.tensor).unmade_bytes
+    def unmade(self, layout: Layout) -> Any:
+        """For each component, the bytes of its gradients that backward has not yet computed at its peak."""
+        return self._times.every(self.shards.largest(layout), layout.tensor)[-1]
 
     def input(self, layout: Layout) -> float:
         """Bytes of the model's input."""

@@ -6,8 +6,10 @@ such as repeated blocks, are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from asa.cost.boundary.crossings import Crossings, Ends
 from asa.cost.constants import constant
@@ -19,7 +21,7 @@ from asa.cost.way import PHASES, Upkeep, Way
 from asa.cost.work.compute import Times
 from asa.interfaces.strategy import DataStrategy, Strategies
 from asa.ir.cluster import Cluster, Sharding
-from asa.ir.graph import LayerGraph
+from asa.ir.graph import LayerGraph, firsts
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
 from asa.ir.traffic import Collective, Memory, Phase, Share
@@ -45,22 +47,35 @@ class States:
         self, graph: LayerGraph, times: Times, cluster: Cluster, strategies: Strategies, links: Links,
         optimizer: OptimizerName, compression: CompressionName,
     ) -> None:  # fmt: skip
-        self.links = links
+        self.links, components = links, graph.components
         self.releases: tuple[Release, ...] = releases(graph)
+        self.released = tuple(r.index for r in self.releases)
+        """For each component, the index of the one after whose backward the late part of its gradients is sent."""
         self._graph, self._times, self._cluster, self._strategies = graph, times, cluster, strategies
         self._optimizer: OptimizerName = optimizer
         self._compression: CompressionName = compression
-        self.like = times.like
-        kinds = [None, *((k, r.prompt) for k, r in zip(self.like, self.releases, strict=True)), None]
-        self.surroundings = list(zip(kinds, kinds[1:], kinds[2:], strict=False))
-        """For each component, all of it and of its neighbours that the cost of its state depends on."""
+        self.like, self.timed = times.like, times.timed
+        self._bucketed = firsts((k, r.prompt) for k, r in zip(self.like, self.releases, strict=True))
+        self.settings = firsts(_settings(graph, self.timed))
+        self.kinds = firsts(zip(self.settings, self._bucketed, strict=True))
+        """For each component, the first one that costs the same in the same way. Those of equal ``settings`` differ at
+        most in the share of their gradients that is sent at once, which only matters in buckets."""
+        self.async_device = cluster.device.type != "cpu"  # its host launches kernels ahead of it
+        pairs = pairwise((components[-1], *components))
+        self.forms = [(a.output_bytes_per_sample, Ends.between(a, b)) for a, b in pairs]
+        self.outputs = [(c.output_bytes_per_sample, Ends.between(c, None)) for c in components]
+        """For each component, the bytes per sample that cross the boundary in front of it, or behind the last component
+        of a stage, and the layout rules of this boundary."""
+        waits = self.timed if self.async_device else (0,) * len(components)
+        self.fronts = firsts((self.forms[i], waits[i - 1], k) if i else () for i, k in enumerate(waits))
+        self.ends = firsts((x, i == len(components) - 1) for i, x in enumerate(self.outputs))
+        """For each component, the first one whose boundary in front, or whose end of a stage, costs the same."""
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
+        self._largest: dict[TensorDegree, tuple[int, float]] = {}
         self._costs: dict[tuple[object, ...], StateCost] = {}
         self._prefetched: dict[tuple[object, ...], Gathers | None] = {}
-        self.async_device = cluster.device.type != "cpu"  # its host launches kernels ahead of it
         self.collective_s = constant("collective_launch_s") if self.async_device else 0.0
-        self.timed = times.timed if self.async_device else self.like
         self._launch_bounds: dict[tuple[int, bool, int], tuple[float, float]] = {}
         self.prefetching = self.async_device and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
@@ -77,6 +92,8 @@ class States:
     def largest(self, tensor: TensorDegree) -> tuple[int, float]:
         """The index of the component with the largest parameter on a tensor rank, and the parameter bytes of all other
         components there."""
+        if tensor in self._largest:
+            return self._largest[tensor]
         page, sizes = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
         for i, c in enumerate(self._graph.components):
             is_whole = bool(page.refusal(c, tensor.degree))
@@ -84,11 +101,12 @@ class States:
             size = c.parameter_bytes if share is None else share.parameter_bytes
             sizes.append((0.0 if share is None else share.largest_parameter_bytes, float(size)))
         at = max(range(len(sizes)), key=lambda i: sizes[i][0])
-        return at, sum(size for _, size in sizes) - sizes[at][1]
+        self._largest[tensor] = at, sum(size for _, size in sizes) - sizes[at][1]
+        return self._largest[tensor]
 
     def update(self, index: int, tensor: TensorDegree) -> float:
         """Seconds of an optimizer step on all parameters of component ``index`` on a tensor rank."""
-        key = (index, tensor)
+        key = (self.timed[index], tensor)
         if key not in self._updates:
             size, bandwidth = self.share(index, tensor).parameter_bytes, self._cluster.device.memory_bandwidth
             component = self._graph.components[index]
@@ -97,9 +115,15 @@ class States:
 
     def state_cost(self, index: int, way: Way) -> StateCost:
         """The state of component ``index``, run as ``way`` says, with its costs."""
-        key = (self.like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
+        key = (self._bucketed[index], way.layout, way.tensor, way.data)
         if key not in self._costs:
-            self._costs[key] = self._new(index, way)
+            like = (-1 - self.like[index], way.layout, way.tensor, way.data)
+            found = self._costs.get(like) or self._costs.setdefault(like, self._new(index, way))
+            if found.memory.buckets > 0:
+                found = replace(found, costs=copy(found.costs))
+                gradients = [c for c in found.traffic if c.phase == "gradient"]
+                found.costs.prompt, found.costs.late, *_ = self._sync(index, found.share, gradients, bucketed=True)
+            self._costs[key] = found
         return self._costs[key]
 
     def gathers(self, index: int, way: Way) -> Gathers | None:
@@ -107,7 +131,7 @@ class States:
         strategy or device does not prefetch."""
         if not (self.prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
-        key = (self.surroundings[index], way.layout, way.tensor, way.data)
+        key = (self.settings[index], way.layout, way.tensor, way.data)
         if key not in self._prefetched:
             gathers, front, behind = (self._gathers(i, way) for i in (index, index - 1, index + 1))
             seconds = Gathers(
@@ -137,6 +161,8 @@ class States:
         """Bytes of optimizer state by which the sum over components ``indices``, priced one by one, exceeds what a rank
         holds if they all run as ``way`` says and are wrapped as one unit."""
         page = self._strategies.data[way.data.strategy].of(way.data)
+        if type(page).together is DataStrategy.together:
+            return 0.0
         summed = sum(self.state_cost(i, way).memory.optimizer for i in indices)
         shares = [self.share(i, way.tensor) for i in indices]
         return summed - page.together(shares, way.layout.data, self._optimizer)
@@ -255,6 +281,25 @@ class States:
                 passes = constant("ddp_bucket_passes") + (constant("compression_passes") if share_sent < 1 else 0.0)
                 copied += passes * c.bytes / self._cluster.device.memory_bandwidth
         return prompt, late, copied, scattered
+
+
+def _settings(graph: LayerGraph, timed: Sequence[int]) -> Iterator[tuple[object, ...]]:
+    """For each component, all of it and of its neighbours that its cost depends on: kinds of both, and of the nearest
+    ones with parameters; its own place, where parameters in front exceed its own and those behind it
+    (:func:`asa.interfaces.units.gathered_once`)."""
+    held = [k if c.parameter_bytes else None for k, c in zip(timed, graph.components, strict=True)]
+    front, behind = _nearest(held), _nearest(held[::-1])[::-1]
+    for i, k in enumerate(timed):
+        place = None if front[i] in (None, k, behind[i]) else i
+        yield k, *timed[max(0, i - 1) : i + 2], i == 0, front[i], behind[i], place
+
+
+def _nearest(held: Sequence[int | None]) -> list[int | None]:
+    """For each entry the last one in front of it that is not None."""
+    nearest: list[int | None] = [None]
+    for k in held[:-1]:
+        nearest.append(nearest[-1] if k is None else k)
+    return nearest
 
 
 def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:

@@ -20,6 +20,7 @@ Blocking collectives never overlap.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,18 @@ class ComponentCost:
     footprint: Footprint
     covered_s: float = 0.0
     prefetched_s: float = 0.0
+
+    @cached_property
+    def sums(self) -> tuple[float, ...]:
+        """What is summed over components: seconds of a step of compute with the update, of gradient synchronisation, of
+        other communication, hidden by neighbours, of the update; of a microbatch's forward and backward, with
+        communication; and of :attr:`bucket_s`."""
+        return (
+            self.compute_s + self.update_s, self.sync_s, self.blocking_s + self.update_communication_s,
+            self.prefetched_s, self.update_s + self.update_communication_s,
+            self.forward_s + self.forward_communication_s, self.backward_s + self.backward_communication_s,
+            self.bucket_s,
+        )  # fmt: skip
 
     def released_at(self, release: int) -> ComponentCost:
         """A copy with another ``release``, made without checking every field again: it is needed for a thousand
@@ -139,24 +152,24 @@ def hidden_from(windows: Any, sync_after: Any, sp: float, sc: float) -> Any:
 
 def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap) -> StepCost:
     """The cost of a step; ``boundaries[i]`` lies in front of component i, the last one behind the last component."""
-    compute = sum(c.compute_s + c.update_s for c in components)
-    sync = sum(c.sync_s for c in components)
-    blocking = sum(c.blocking_s + c.update_communication_s for c in components) + sum(b.blocking_s for b in boundaries)
+    compute, sync, blocking, hidden, update, *_ = (
+        float(sum(x)) for x in zip(*(c.sums for c in components), strict=True)
+    )
+    blocking += sum(b.blocking_s for b in boundaries)
+    overlap_s = overlap.communication_slowdown * sync
     if overlap.saving >= 0:
         overlap_s = side_by_side(
             [c.window_s for c in components], [c.prompt_sync_s for c in components],
             [c.late_sync_s for c in components], [c.release for c in components],
             overlap.compute_slowdown, overlap.communication_slowdown,
         )  # fmt: skip
-    else:
-        overlap_s = overlap.communication_slowdown * sync
     total = compute + sync + blocking - overlap.saving * overlap_s
     exposed = total - compute
     return StepCost(
         total_s=total,
         compute_s=compute,
         exposed_s=exposed,
-        hidden_s=max(0.0, sync + blocking - exposed) + sum(c.prefetched_s for c in components),
-        update_s=sum(c.update_s + c.update_communication_s for c in components),
+        hidden_s=max(0.0, sync + blocking - exposed) + hidden,
+        update_s=update,
         overlap_s=overlap_s,
     )

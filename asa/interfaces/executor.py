@@ -81,6 +81,10 @@ class Executor(ABC):
         """Steps of a whole epoch; None if that is not known before the epoch ends."""
         return None
 
+    def steps_left(self, epoch: int) -> int | None:
+        """Steps of ``epoch`` that are still to be taken; None if that is not known before it ends."""
+        return None
+
     @property
     def rebuild_s(self) -> float | None:
         """Seconds that building this process's part of the model again takes, by the first plan; None if not timed."""
@@ -117,6 +121,10 @@ class Executor(ABC):
     @abstractmethod
     def agree(self, target: Placement | None) -> Placement | None:
         """Return the leading process's target (or None) on every process."""
+
+    def tell(self, value: bool) -> bool:
+        """Return the leading process's ``value`` on every process (collective)."""
+        return value
 
     def probe(self, *, compute: bool = True) -> Probe:
         """Measure the speed of all processes, idle ones included, unless ``compute`` is False, and of the links between

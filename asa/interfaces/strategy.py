@@ -20,7 +20,7 @@ from asa.ir.traffic import Adjacent, Collective, Memory, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 OPTIMIZER_WORDS: dict[str, int] = {"sgd": 1, "adamw": 2}
 """Words of optimizer state per parameter: momentum for SGD, first and second moment for AdamW."""

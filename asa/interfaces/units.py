@@ -4,8 +4,8 @@ A unit has ``s`` bytes, the unit before it ``f`` and the unit after it ``b``; ea
 Backward gathers the weights into a flat buffer and copies them out. It prefetches the unit before into another such
 buffer, computes the gradients, frees the weights, and copies the gradients into a reduce-scatter buffer. That buffer
 is freed when the next unit is done or, for the last unit, when the whole backward is done. On a CPU a reduce-scatter
-by messages allocates its buffer once more, for what it receives (:mod:`asa.sharding.direct`). Forward is the same with
-gathers only; it keeps the last buffer until the next gather is done.
+by messages allocates its buffer once more, for what it receives (:mod:`asa.sharding.collectives.direct`). Forward is
+the same with gathers only; it keeps the last buffer until the next gather is done.
 
 torch.distributed.fsdp._fully_shard: ``FSDPParamGroup.pre_backward``, ``post_backward``; Zhao et al. 2023, "PyTorch
 FSDP", 3.3 and 3.4.

@@ -162,8 +162,9 @@ class BenchEnvironment:
 
 @noun
 class BenchSettings:
-    """Settings of a benchmark. ``data_source`` says which images were read. ``steps_per_turn`` is the number of steps
-    that one strategy runs before the next one's turn. ``price`` is that of one device for an hour, in any currency."""
+    """Settings of a benchmark. ``data_source`` says which images were read, ``num_classes`` how many classes they have,
+    at most those of the model. ``steps_per_turn`` is the number of steps that one strategy runs before the next one's
+    turn. ``price`` is that of one device for an hour, in any currency."""
 
     models: tuple[str, ...]
     strategies: tuple[str, ...]

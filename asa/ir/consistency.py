@@ -183,6 +183,11 @@ class Discipline:
         for word, momentum in (("outer_momentum", self.outer_momentum), ("momentum", self.momentum or 0.0)):
             if momentum >= 1:
                 raise UsageError(f"{name}: {word} is {momentum}; it must be below 1")
+        if self.window == 0 and self.momentum is not None:
+            raise UsageError(
+                f"{name}: with window=0 no gradient is late, and servers have the optimizer's own momentum; leave out "
+                f"momentum={self.momentum:g}, or take a larger window"
+            )
         if not self.outer_rate > 0:
             raise UsageError(f"{name}: outer_rate is {self.outer_rate}; it must be above 0")
         if not 0 < self.fraction <= 1:
@@ -377,7 +382,7 @@ def _has(name: DisciplineName) -> str:
 
 def _filled(name: DisciplineName, parameters: Mapping[str, Any]) -> Discipline:
     values = {**PARAMETERS[name], **parameters}
-    if name == "ps_bounded" and values["max_age"] is None and "max_age" not in parameters:
+    if name == "ps_bounded" and "max_age" not in parameters and values["window"] is not None:
         values["max_age"] = values["window"] + 1  # Ringmaster's threshold: just above the window
     return Discipline(name=name, **values)
 

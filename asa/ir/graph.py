@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -15,6 +16,16 @@ from asa.ir.units import MOST_AMOUNT, MOST_CLASSES, MOST_VALUES
 
 _MOST_COMPONENTS = 2_000
 _MOST_TENSORS = 100_000
+
+
+def firsts(keys: Iterable[object]) -> tuple[int, ...]:
+    """For each key, the index of the first one that is equal.
+
+    >>> firsts("abac")
+    (0, 1, 0, 3)
+    """
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
 
 def check_form(input_shape: Sequence[int], num_classes: int, *, where: str) -> None:
@@ -234,6 +245,12 @@ class LayerGraph:
             if c.name == name:
                 return c
         raise KeyError(name)
+
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each component, the index of the first one that differs from it only in its names."""
+        names = [f.name for f in fields(Component) if f.name not in ("name", "modules", "why_whole")]
+        return firsts(tuple(getattr(c, n) for n in names) for c in self.components)
 
     def cuttable(self, index: int) -> bool:
         """Whether a stage may begin with component ``index``."""

@@ -170,14 +170,17 @@ def check_weights(weights: tuple[int, ...], ranks: int) -> None:
 
 
 def lowest_terms(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """The smallest whole-number weights in the same proportions; empty if all are equal.
+    """The smallest whole-number weights in the same proportions; empty if all are equal. Where one would exceed
+    ``MOST_WEIGHT``, they are rounded.
 
     >>> lowest_terms((6, 2)), lowest_terms((3, 3))
     ((3, 1), ())
     """
     if len(set(weights)) <= 1:
         return ()
-    common = gcd(*weights)
+    common, most = gcd(*weights), max(weights)
+    if most > common * MOST_WEIGHT:
+        return lowest_terms(tuple(max(1, round(w * MOST_WEIGHT / most)) for w in weights))
     return tuple(w // common for w in weights)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from asa.errors import InvalidInputError
+from asa.errors import InvalidInputError, UsageError
 from asa.ir import units
 from asa.ir.codec import later, noun
 from asa.ir.drift import Drift
@@ -117,7 +117,8 @@ class Ceilings:
 @noun
 class Provenance:
     """Origin of a profile. ``disturbed`` says in words why the measurements do not show what the device can do (reduced
-    clocks, other processes). It is empty if nothing was noticed."""
+    clocks, other processes). It is empty if nothing was noticed. ``others_share`` is the share of a CPU core, 0 to 1,
+    that other processes had meanwhile; times are those of the profiler's own work."""
 
     origin: Origin
     created: str
@@ -125,6 +126,11 @@ class Provenance:
     torch_version: str
     note: str = ""
     disturbed: str = later("")
+    others_share: float = later(0.0)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.others_share <= 1:
+            raise ValueError(f"a share of a core is from 0 to 1, not {self.others_share}")
 
     @property
     def trusted(self) -> bool:
@@ -200,6 +206,22 @@ class Profile:
     def execution(self) -> str:
         """Description of how the components were computed; empty for torch's defaults."""
         return execution(self.memory_format, self.compiled)
+
+    def runs_on(self, gpus: int | None) -> bool:
+        """Whether plans for ``gpus`` devices run as it was measured: what is compiled as one runs on one device."""
+        return self.compiled != "whole" or gpus == 1
+
+    def check_runs_on(self, gpus: int) -> None:
+        """Refuse to plan for ``gpus`` devices unless it :meth:`runs_on` them.
+
+        Raises:
+            UsageError: it does not.
+        """
+        if not self.runs_on(gpus):
+            raise UsageError(
+                f"a model that is compiled as one runs on one device, asked for {gpus}: all gradients would be sent "
+                "after backward; take --gpus 1, or profile it with --compile components"
+            )
 
     @property
     def step_s(self) -> float:

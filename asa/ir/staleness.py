@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Sequence
 
 from asa.errors import InvalidInputError, UsageError
@@ -138,13 +139,13 @@ def parse_target(text: str) -> Target:
 
 @noun
 class Steps:
-    """Number of global batches to a target over several seeds: mean, minimum and maximum of the ``reached`` runs that
-    reach it. Values are None if unknown.
+    """Number of global batches to a target over several seeds: median, minimum and maximum. Values are None if unknown.
 
-    If not all of the ``seeds`` runs reach the target, the maximum is unknown; if fewer than half do, so is the mean.
+    ``reached`` of the ``seeds`` runs reach the target. The others are later than those. So the maximum is unknown if
+    not all reach it, and so is the median if half of them or more do not.
     """
 
-    mean: float | None
+    median: float | None
     low: float | None
     high: float | None
     reached: int
@@ -301,15 +302,15 @@ class Staleness:
 
         worse = a if a.reached * b.seeds <= b.reached * a.seeds else b
         return Steps(
-            mean=mixed(a.mean, b.mean), low=mixed(a.low, b.low), high=mixed(a.high, b.high), reached=worse.reached,
-            seeds=worse.seeds,
+            median=mixed(a.median, b.median), low=mixed(a.low, b.low), high=mixed(a.high, b.high),
+            reached=worse.reached, seeds=worse.seeds,
         )  # fmt: skip
 
 
 def _of(reached: Sequence[int], seeds: int) -> Steps:
-    is_known = len(reached) > 0 and 2 * len(reached) >= seeds
+    middle = statistics.median([*reached, *[math.inf] * (seeds - len(reached))])
     return Steps(
-        mean=sum(reached) / len(reached) if is_known else None,
+        median=None if middle == math.inf else float(middle),
         low=float(min(reached)) if reached else None,
         high=float(max(reached)) if reached and len(reached) == seeds else None,
         reached=len(reached),

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.ir.bench import BenchResult
-from asa.ir.codec import noun
+from asa.ir.codec import later, noun
+from asa.ir.consistency import is_discipline
 from asa.ir.plan import OptimizerName
 from asa.ir.profile import Precision
 
@@ -20,6 +21,11 @@ class StudyCell:
 
     ``devices`` is the name of the device if the cell is measured, and of the cluster if it is predicted. ``data`` is a
     name accepted by ``--data``; ``epochs`` is the number of passes over it.
+
+    The last fields are as usual unless the command says otherwise. ``learning_rate``: None for that of the optimizer,
+    and in predicted cells. ``microbatches``: None for the fastest number, and of strategies that are no pipelines.
+    ``classes``: None for the usual number. ``memory_bytes``: limit for a plan; None for that of the device.
+    ``alone``: it trained in a run of its own, although its strategy can take turns with others.
     """
 
     model: str
@@ -34,6 +40,23 @@ class StudyCell:
     optimizer: OptimizerName
     mode: Mode
     devices: str
+    learning_rate: float | None = None
+    microbatches: int | None = later()
+    classes: int | None = later()
+    memory_bytes: int | None = later()
+    alone: bool = later(False)
+
+    @property
+    def run(self) -> str:
+        """Whether it was measured ``alone`` or ``in turns`` with others; empty if it was not measured."""
+        if self.mode == "predicted":
+            return ""
+        return "alone" if self.alone or always_alone(self.strategy) else "in turns"
+
+
+def always_alone(strategy: str) -> bool:
+    """Whether it cannot take turns with others: its workers do not wait for one another, or it may change its plan."""
+    return is_discipline(strategy) or strategy.endswith("+replan")
 
 
 _ROUNDING = 0.01
@@ -63,10 +86,10 @@ class StudyRow:
 
     @property
     def ended_early(self) -> bool:
-        """Whether a measured run ended before all its epochs, because its time was over."""
-        if self.state != "measured" or self.result is None or not self.result.accuracy:
+        """Whether a measured run ended before all its epochs."""
+        if self.state != "measured" or self.result is None:
             return False
-        return self.result.accuracy[-1].epoch < self.cell.epochs - _ROUNDING
+        return not self.result.accuracy or self.result.accuracy[-1].epoch < self.cell.epochs - _ROUNDING
 
 
 @noun

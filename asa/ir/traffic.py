@@ -53,7 +53,8 @@ class Adjacent:
 
     Attributes:
         front, behind: parameter bytes of the nearest component before, and after, that has any.
-        rest: parameter bytes of the component and all after it.
+        rest: parameter bytes of the component and all after it. Inside a row of equal components it may be that of
+            another one of them, which decides nothing (:mod:`asa.interfaces.units`).
         saved: activations that the component frees.
         copying: whether data received by a scatter takes extra memory before it is added (messages between CPU ranks).
     """

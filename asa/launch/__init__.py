@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asa.launch.heap import give_back_freed_memory, keep_freed_memory
     from asa.launch.ranks import run_ranks
     from asa.launch.torchrun import TorchrunRank, join, launched
-    from asa.launch.worker import Latecomer, latecomer, store_of_ranks, tell
+    from asa.launch.worker import Latecomer, latecomer, or_fail, store_of_ranks, tell
 
 __all__ = [
     "Latecomer",
@@ -29,6 +29,7 @@ __all__ = [
     "keep_freed_memory",
     "latecomer",
     "launched",
+    "or_fail",
     "run_ranks",
     "store_of_ranks",
     "tell",
@@ -40,7 +41,7 @@ _HOMES = {
     "heap": ("give_back_freed_memory", "keep_freed_memory"),
     "ranks": ("run_ranks",),
     "torchrun": ("TorchrunRank", "join", "launched"),
-    "worker": ("Latecomer", "latecomer", "store_of_ranks", "tell"),
+    "worker": ("Latecomer", "latecomer", "or_fail", "store_of_ranks", "tell"),
 }
 """Exported names by module, imported at first use: to count devices costs no import of torch, which takes seconds."""
 

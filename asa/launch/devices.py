@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +28,25 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """Model name of the processor, as the system reports it."""
+    return _cpu_info("model name") or platform.processor() or platform.machine() or "cpu"
+
+
+def is_virtual() -> bool:
+    """Whether the cores belong to a virtual machine, as far as the processor reports it (x86 on Linux)."""
+    return "hypervisor" in _cpu_info("flags").split()
+
+
+def _cpu_info(field: str) -> str:
+    """A field of Linux's description of the first processor; empty on other systems."""
+    try:
+        match = re.search(rf"^{field}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else ""
 
 
 def bind_to_core(local_rank: int, ranks_here: int) -> None:

@@ -127,8 +127,9 @@ def run_ranks(
                 if once_started is not None:
                     once_started()
                 return crew.listen(on_message, deadline)
-            except WorkersFailedError:
-                if restarted or once_started is not None or not crew.unmet:
+            except WorkersFailedError as error:
+                error.stopping = crew.stopping
+                if crew.stopping or restarted or once_started is not None or not crew.unmet:
                     raise
                 restarted = True
                 _log.info("ranks lost each other in coming up, and are started again")
@@ -422,6 +423,7 @@ def _sigterm(crew: _Crew, forward: bool, idle_until_begun: bool) -> Iterator[Non
         if idle_until_begun and crew.idle:
             raise PreemptedError(NOTHING_TO_SAVE)
         forwarded = forwarded or number == signal.SIGTERM
+        signals.asked = True
         crew.signal(signal.SIGTERM)
 
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, answer)}

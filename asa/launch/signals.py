@@ -15,6 +15,8 @@ NOTHING_TO_SAVE = (
 )
 begun = False
 """Whether ranks that this process started have begun a step."""
+asked = False
+"""Whether ranks that this process started were asked to stop. They may have come to their end before."""
 _TERM = {signal.SIGTERM, signal.SIGHUP}
 
 

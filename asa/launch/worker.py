@@ -107,6 +107,25 @@ def tell(message: Any) -> None:
         _send(_parent, ("message", message))
 
 
+def or_fail(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` for a thread whose work other ranks wait for: an error in it is reported and ends this rank, where
+    Python would print it and let all ranks wait until they are found to hang."""
+
+    def run(*args: Any) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            try:
+                if _parent is None:
+                    traceback.print_exc()
+                else:
+                    _send(_parent, ("failure", failure(error)))
+            finally:  # also where the parent can no longer be told
+                os._exit(1)
+
+    return run
+
+
 _SOONER = 500
 """Value added to the rank's OOM score (of 1000), by which the kernel chooses a process to kill."""
 

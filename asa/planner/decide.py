@@ -21,10 +21,10 @@ from asa.planner.answer.confidence import faster
 from asa.planner.answer.prediction import noise
 from asa.planner.answer.written import circumstances, pins_allow, plan_of
 from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
-from asa.planner.pipeline.whole import UNPRICED, StrategyRow, table
+from asa.planner.pipeline.whole import StrategyRow, table
 from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
-from asa.planner.space.baselines import check_request
+from asa.planner.space.baselines import check_request, requested_discipline
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import single_changes, start
 from asa.planner.space.request import Request
@@ -76,7 +76,7 @@ def plan(
     if order is not None:
         plans = plan(profile, cluster.ordered(order), strategies, request, known=known, budget=budget)
         return [_on_devices(p, cluster, order) for p in plans]
-    discipline = disciplines.requested_discipline(request)
+    discipline = requested_discipline(request)
     if discipline is not None:
         check_request(cluster, strategies, request)
         anything = Request(
@@ -184,8 +184,7 @@ def _whole(
         if len(reasons) == 1:
             message = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
         raise InfeasibleError(f"{message}; {infeasible.remedy(prices, sorted(asked_for))}")
-    plans, unpriced = [], [r.name for r in rows if r.why_not == UNPRICED and r.name in asked_for]
-    bound_s = min([among[0].seconds, *(baselines.at_least(name, prices) for name in unpriced)])
+    plans, bound_s = [], min(among[0].seconds, *(r.bound_s for r in rows if r.name in asked_for))
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None
         gap = _below(bound_s, row.seconds)

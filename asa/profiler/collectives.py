@@ -16,7 +16,7 @@ from asa.ir.units import KIB
 from asa.profiler.clock import Clock
 from asa.profiler.effort import line_through
 from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
-from asa.sharding import direct
+from asa.sharding.collectives import direct
 
 SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
 """Message sizes: 1 KiB to 256 MiB. A gradient bucket has 25 MiB, unless one parameter has more."""

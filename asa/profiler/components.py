@@ -28,7 +28,7 @@ from asa.profiler.clock import Clock, CudaClock, Repeats, quiet, scaled
 from asa.profiler.drift import Reference
 from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
-from asa.sharding.collectives import stand_ins_kept
+from asa.sharding.collectives.along_axis import stand_ins_kept
 
 _LEAST = 3
 _MOST, _MOST_OF_EVENTS = 15, 30

@@ -25,7 +25,7 @@ from asa.profiler.machine import device_record
 from asa.profiler.rounds import agree
 from asa.profiler.unequal import measure_devices, without_speeds
 from asa.profiler.waiting import measure_sharding, measure_waiting
-from asa.sharding.segment import segment_of
+from asa.sharding.collectives.segment import segment_of
 
 Backend = Literal["gloo", "nccl"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 from pathlib import Path
 
 import psutil
@@ -12,6 +10,7 @@ import torch
 from asa.errors import UnavailableError, UsageError
 from asa.ir.profile import DeviceRecord, Precision
 from asa.launch import cuda_devices, usable_cores
+from asa.launch.devices import cpu_name, is_virtual
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -58,25 +57,6 @@ def device_record(device: torch.device) -> DeviceRecord:
         return DeviceRecord(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=1)
     memory = total_memory() // usable_cores()
     return DeviceRecord(type="cpu", name=cpu_name(), memory_bytes=memory, threads=1, virtual=is_virtual())
-
-
-def cpu_name() -> str:
-    """Model name of the processor, as the system reports it."""
-    return _cpu_info("model name") or platform.processor() or platform.machine() or "cpu"
-
-
-def is_virtual() -> bool:
-    """Whether the cores belong to a virtual machine, as far as the processor reports it (x86 on Linux)."""
-    return "hypervisor" in _cpu_info("flags").split()
-
-
-def _cpu_info(field: str) -> str:
-    """A field of Linux's description of the first processor; empty on other systems."""
-    try:
-        match = re.search(rf"^{field}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match.group(1).strip() if match else ""
 
 
 def total_memory() -> int:

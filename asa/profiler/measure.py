@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -29,12 +30,12 @@ from asa.profiler.loss import WithLoss, of_each_token
 from asa.profiler.machine import choose_device, device_record, free_memory, require_precision
 from asa.profiler.tokens import cut_by_tokens, token_chain
 from asa.profiler.updates import measure_dispatch, measure_updates
-from asa.sharding.axis import Axis
-from asa.sharding.describe import layer_graph
-from asa.sharding.generators import drawing, draws_note
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import BySample, SampleContext
-from asa.sharding.tensor import detached_copy, split
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.describe import layer_graph
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.layers.tensor import detached_copy, split
+from asa.sharding.randomness.generators import drawing, draws_note
+from asa.sharding.randomness.samples import BySample, SampleContext
 from asa.tracing import TracedModel, trace
 from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
@@ -129,7 +130,7 @@ def profile_module(
     _check(global_batch, time_limit_s, max_tensor_degree)
     clock = solo_clock_of(device)
     keep_freed_memory()  # as ranks do
-    with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _alone(device):
         torch.manual_seed(0)
         model.to(device).train()
         report(0.01, "tracing")
@@ -176,8 +177,9 @@ def profile_module(
     give_back_freed_memory()
     report(1.0, "done")
     note = f"{time.perf_counter() - started:.0f} s of measuring"
-    if device.type == "cpu" and lost > _DISTURBED:
-        note += f"; other processes took {lost:.0%} of the core, not counted in the times"
+    others_share = round(min(lost, 1.0), 3) if device.type == "cpu" and lost > _DISTURBED else 0.0
+    if others_share:
+        note += f"; other processes took {others_share:.0%} of the core, not counted in the times"
     if device.type == "cuda":
         note += f"; {card.clocks}" if card.clocks else ""
         note += f"; the host took {sweep.host_share:.0%} of the device's time to launch a step at the largest batch"
@@ -205,6 +207,7 @@ def profile_module(
             torch_version=torch.__version__,
             note=note,
             disturbed=card.disturbed,
+            others_share=others_share,
         ),
         drift=surveyor.drift,
         memory_format=memory_format,
@@ -212,6 +215,31 @@ def profile_module(
         compile_s=compile_s,
         ceilings=ceilings,
     )
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Context in which this process computes with one thread, and after which its random state is as before."""
+    with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+def slowdown(profile: Profile) -> float:
+    """Time of forward and backward of the whole model now, over that in ``profile``, which is of such a device: the
+    least of three, at the smallest microbatch with such a time. 1 if there is none, or the model was compiled."""
+    if not profile.whole or profile.compiled != "none":
+        return 1.0
+    device, step = choose_device(profile.device.type), min(profile.whole, key=lambda step: step.microbatch)
+    shape = profile.graph.input_shape
+    clock = solo_clock_of(device)
+    with _alone(device):
+        model = build(profile.model_spec, num_classes=profile.graph.num_classes, input_shape=shape).to(device).train()
+        x = example(shape, step.microbatch).to(device)
+        if profile.memory_format == "channels_last":
+            model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        execution.configure_kernels(device, profile.precision)
+        times = [whole_step(model, x, clock, device, profile.precision) for _ in range(4)]
+    return min(times[1:]) / step.whole.median
 
 
 def _compiled(subject: Subject, compiled: Compiled, global_batch: int) -> float:

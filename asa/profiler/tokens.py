@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from asa.ir.graph import LayerGraph
-from asa.sharding.axis import Axis
-from asa.sharding.collectives import cut, gather, shard_sizes
-from asa.sharding.tensor import detached_copy, split
+from asa.sharding.collectives.along_axis import cut, gather, shard_sizes
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.tensor import detached_copy, split
 from asa.tracing.component import TracedComponent
 
 

@@ -22,9 +22,9 @@ from asa.profiler.collectives import CALM_S, message_within, operation
 from asa.profiler.interference import training_kernels
 from asa.profiler.rounds import agree, slowest, time_together
 from asa.profiler.updates import build_optimizer
-from asa.sharding import direct
-from asa.sharding.direct import directly
-from asa.sharding.parts import step_over_parts
+from asa.sharding.collectives import direct
+from asa.sharding.collectives.direct import directly
+from asa.sharding.split.local_parts import step_over_parts
 
 _MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
 """Number of synchronizations in a sample, by the number of kernels between two of them. Some synchronizations take

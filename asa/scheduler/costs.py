@@ -250,6 +250,8 @@ class Costs:
             fitted = [shape.seconds(m.expected_s, m.carried_bytes, math.exp(value)) for m in messages]
             errors = [m.seconds * m.n * math.log(m.seconds / s) ** 2 for m, s in zip(messages, fitted, strict=True)]
             scatter = sum(errors) / sum(m.seconds * m.n for m in messages)
+            if value < self.biases[level] - LIKE:  # what made its transfers seem slow is over
+                self.biases[level] = max(0.0, value)
             value -= self.biases[level]
             variance = _FLOOR + min(scatter / len(messages), _UNLIKE)
             self.levels[level] = self.levels[level].update(value, variance, steps)

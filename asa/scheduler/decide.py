@@ -17,6 +17,7 @@ from typing import Any
 
 from asa.errors import AsaError
 from asa.interfaces.executor import Placement, Probe
+from asa.ir.codec import fingerprint
 from asa.ir.measurements import Measurements
 from asa.ir.units import seconds
 from asa.scheduler import norms
@@ -160,6 +161,27 @@ class Decider:
         self._background_search: tuple[Asked, Slowness] | None = None
         self._uncounted_steps = 0
         self._answer: Answer | None = None
+        self._search_failed = self._heavy = False
+        """Whether the last search found no answer, and whether more memory was needed than any search allowed for."""
+        self._peaks: tuple[Placement, tuple[int, ...]] | None = None
+
+    def memory(self, current: Placement, measured: Measurements) -> list[Finding]:
+        """Findings on the memory that ``current`` has needed so far, if that was measured. The next window begins a
+        search for a plan that allows for it."""
+        if measured.peak_memory_bytes is None or measured.plan_fingerprint != fingerprint(current.plan):
+            return []
+        self._peaks = current, measured.peak_memory_bytes
+        heavy = self._findings.memory(measured, current)
+        self._heavy = self._heavy or bool(heavy)
+        self._note_causes(heavy)
+        return heavy
+
+    def _note_causes(self, findings: list[Finding]) -> None:
+        """Remember the newest word on every cause for which a plan can be changed."""
+        for f in findings:
+            if f.cause not in ("data", "figures"):
+                cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
+                self._causes[cause, f.where] = f.line
 
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
@@ -183,8 +205,8 @@ class Decider:
         self.predicted_s, self._next_s = self._next_s, expected.step_s * factor.ratio if factor.known else self._next_s
         self._groups.window(measured, steps)
         slowness = self._credible(current, measured, self._slowness(current))
-        heavy = self._findings.memory(measured, current)
-        self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.current)
+        self.found += self.memory(current, measured)
+        self.found += self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.current)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
                 slowness, measured, expected, current.processes, by_rank=self.costs.by_rank, steps=steps,
@@ -192,14 +214,11 @@ class Decider:
             )  # fmt: skip
             planned = self._findings.planned  # short disturbances do not change a plan
             slowness = replace(slowness, common=planned.common, ranks=planned.ranks, levels=planned.levels)
-        for f in self.found:
-            if f.cause not in ("data", "figures"):
-                cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
-                self._causes[cause, f.where] = f.line
+        self._note_causes(self.found)
         self._latest = slowness
         previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
-            return self._review(self._trial, previous_state)
+            return self._review(self._trial, previous_state, left)
         if left == 0 or self.policy.keep_plan:
             return None
         lasts = self._recent.num_since >= self._least_lasting
@@ -213,7 +232,7 @@ class Decider:
             return None
         changed = slowness.distance(self._solved) > LIKE and not self._repriced(current, slowness)
         outdated = changed or (self._retry_in is not None and self._retry_in <= 0)
-        if (outdated or heavy) and not self._search(current, measured, slowness):
+        if (outdated or self._heavy) and not self._search(current, measured, slowness):
             self._uncounted_steps = steps
             return None
         return self._weigh(current, measured, slowness, steps, left)
@@ -243,7 +262,7 @@ class Decider:
                 return None
         except AsaError as error:
             failed = f"no other plan: {error}"
-        self._background_search, self._answer = None, answer
+        self._background_search, self._answer, self._search_failed = None, answer, answer is None
         self._choose(current, slowness, [] if answer is None else answer.found, failed)
         return self._weigh(current, measured, slowness, self._uncounted_steps, left)
 
@@ -318,7 +337,9 @@ class Decider:
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
         """Search for a faster plan under ``slowness``. Returns False if the search runs during training and answers
         later."""
-        self._solved, self._retry_in = slowness, None
+        self._solved, self._retry_in, self._heavy, self._search_failed = slowness, None, False, False
+        if self._peaks is not None and same(self._peaks[0], current):
+            measured = replace(measured, peak_memory_bytes=self._peaks[1])
         solved: list[Placement] = []
         failed = ""
         try:
@@ -396,7 +417,8 @@ class Decider:
             return None
         if option.steps < 2 * option.asked_at:  # the result would hardly differ from the last one
             return None
-        if self._answer is None and self.model.background is not None and not self._search(current, measured, slowness):
+        drawn = self._answer is not None or self._search_failed or self.model.background is None
+        if not drawn and not self._search(current, measured, slowness):
             self._uncounted_steps = 0
             return None
         horizon = option.steps if left is None else left
@@ -446,9 +468,10 @@ class Decider:
         other_ranks = rung(current, target) in ("fewer", "more")
         return max(0.0, -slowness.common) / 2 if other_ranks and not self._experience.has_run(target) else 0.0
 
-    def _review(self, change: Change, ended: tuple[int, float] | None) -> Change | None:
-        """Judge a change after its first steps; returns its rollback if it did not help. ``ended``: steps under it, and
-        seconds of one, before the machine became slower or faster in this window; they decide if they are enough."""
+    def _review(self, change: Change, ended: tuple[int, float] | None, left: int | None) -> Change | None:
+        """Judge a change after its first steps; returns its rollback if it did not help, and ``left`` steps are enough
+        to make up for another change. ``ended``: steps under it, and seconds of one, before the machine became slower
+        or faster in this window; they decide if they are enough."""
         over = ended is not None and ended[0] >= _CLEAR
         steps, now = ended if ended and over else self._recent.typical
         gain = 1 - now / change.step_s
@@ -463,13 +486,16 @@ class Decider:
         error = math.log(now / change.promised_s) - changed
         if gain >= 0:
             self._experience.learn(change.target.plan, error)
-            self._next_quiet = self.policy.cool_down
+            self._quiet, self._next_quiet = 0, self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
             return None
         slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
         self._experience.failed(change.target, error)
         if changed > LIKE:
             self._least_lasting = _LASTS * self.policy.probation_steps
+        if left is not None and (now - change.step_s) * left <= change.cost_s:
+            self.reason = f"{slower}; {left} steps are left, too few to change back"
+            return None
         return Change(
             target=change.before,
             before=change.target,
@@ -501,6 +527,7 @@ class Decider:
         if self._groups.established:  # ranks that share a core now have a larger or smaller part of it
             self._findings.take_for_granted(self.costs.slowness())
         self._next_s = change.promised_s
+        self.bound = max(0.0, 1 - (1 - self.bound) * change.step_s / change.promised_s)
         self._recent = _Recent(self.policy.probation_steps)
         if change.kind == "rollback":
             self._pause()
@@ -515,9 +542,9 @@ class Decider:
         self._trial = None
 
     def _pause(self) -> None:
-        """Make no change for a while, the next time for twice as long, and then search again."""
+        """Make no change for a while, the next time for twice as long (up to a limit), and then search again."""
         self._retry_in = self._quiet = self._next_quiet
-        self._next_quiet *= 2
+        self._next_quiet = min(2 * self._next_quiet, _LONGEST_PAUSE * self.policy.cool_down)
         self._failed_under = self._latest
 
     def _ratio(self, target: Placement, current: Placement, slowness: Slowness) -> float:
@@ -542,6 +569,8 @@ class Decider:
         self.reason = why
 
 
+_LONGEST_PAUSE = 16
+"""Multiple of the first pause after a change that did not help, beyond which pauses do not grow."""
 _LASTS = 3
 """Multiple of the steps of a trial for which a state must last to end a pause, if the machine changed in a trial."""
 _VISIBLE = 0.01

@@ -134,10 +134,10 @@ class Findings:
         for p in sorted(set(bad) - self.ignored):
             who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
             findings.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
-        for p in sorted(self.ignored - set(bad) - {-1}):
+        for p in [] if -1 in bad else sorted(self.ignored - set(bad) - {-1}):
             line = f"figures of rank {p} are used again"
             findings.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
-        self.ignored = set(bad)
+        self.ignored = set(bad) | (self.ignored if -1 in bad else set())
         return findings
 
     def memory(self, measured: Measurements, placement: Placement) -> list[Finding]:

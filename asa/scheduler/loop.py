@@ -26,17 +26,17 @@ Announce = Callable[[dict[str, Any]], None]
 class _Loop:
     """State of the run on one process. The leading process decides, the others follow."""
 
-    def __init__(
-        self, executor: Executor, announce: Announce, model: Model | None, policy: Policy, following: bool
-    ) -> None:
+    def __init__(self, executor: Executor, announce: Announce, model: Model | None, policy: Policy) -> None:
         if executor.rebuild_s is not None:  # what was timed here is better than what is taken for granted
             policy = replace(policy, rebuild_s=executor.rebuild_s)
         self.executor, self.announce, self.policy = executor, announce, policy
         self.decider = Decider(model, executor.num_processes, policy) if model and executor.leads else None
-        self.may_change = following or (model is not None and not policy.keep_plan)
+        able = model is not None and not policy.keep_plan
+        # Other processes may lack the model's files. Under a discipline one may enter later, when nobody else votes.
+        self.may_change = executor.tell(able) if executor.plan.consistency is None else able
         comparable = policy.keep_plan and executor.leads and _has_equal_shares(executor.plan)
         self.compared = Compared(executor.num_processes) if comparable else None
-        self.epoch = self.looks = self.step = 0
+        self.epoch = self.epochs_left = self.looks = self.step = 0
         self.total: int | None = None
         self.levels: set[int] = set()
         """Levels of links of which transfers were timed under some plan."""
@@ -49,6 +49,7 @@ class _Loop:
     def begin(self, epoch: int, epochs: range) -> None:
         """Begin an epoch of ``epochs``."""
         self.epoch, self.looked, self.changed = epoch, False, False
+        self.epochs_left = epochs.stop - epoch - 1
         if self.executor.steps_per_epoch is not None:
             self.total = self.executor.steps_per_epoch * epochs.stop
         if self.decider is not None:
@@ -81,12 +82,24 @@ class _Loop:
             self.trained_s, self.probe_s = 0.0, probe.took_s
         self.change = None
         if self.decider is not None:
-            left = None if self.total is None else max(0, self.total - step)
-            self.change = self.decider.window(current, measured, steps=steps, left=left, probe=probe)
+            self.change = self.decider.window(current, measured, steps=steps, left=self._left(step), probe=probe)
             self._report(self.decider.found)
             for event in self.decider.events:
                 self.announce({**event, "epoch": self.epoch, "step": step})
         return executor.agree(None if self.change is None else self.change.target) if self.may_change else None
+
+    def _left(self, step: int) -> int | None:
+        """Steps that are left after ``step``; None if that is not known."""
+        here, each = self.executor.steps_left(self.epoch), self.executor.steps_per_epoch
+        if here is not None and each is not None:
+            return here + each * self.epochs_left
+        return None if self.total is None else max(0, self.total - step)
+
+    def memory(self, measured: Measurements) -> None:
+        """Report what the steps of an epoch needed more memory than promised."""
+        if self.decider is not None:
+            current = Placement(plan=self.executor.plan, processes=self.executor.processes)
+            self._report(self.decider.memory(current, measured))
 
     def _report(self, findings: list[Finding]) -> None:
         """Announce ``findings``."""
@@ -164,7 +177,6 @@ def adapt(
     announce: Announce,
     *,
     model: Model | None = None,
-    following: bool = False,
     policy: Policy | None = None,
     keep: Callable[[Slowness], None] | None = None,
 ) -> Iterator[EpochRecord]:
@@ -173,17 +185,19 @@ def adapt(
     If the executor can be observed between steps, the leading rank does so about once per line of its log, otherwise
     after every epoch: it corrects ``model`` by the measurements, reports what is slow, and all processes change to a
     plan that is faster under the corrected costs if this pays for the change. If the next steps are not faster, the
-    change is undone, and no other is made for a while. Without a ``model`` the plan never changes; with
-    ``policy.keep_plan``, ranks with equal shares are compared with each other then. ``following``: another rank leads
-    and has the model. ``keep``: called with the estimated costs after every epoch, on the leading rank.
+    change is undone, and no other is made for a while. Without a ``model`` on the leading rank the plan never changes;
+    with ``policy.keep_plan``, ranks with equal shares are compared with each other then. ``keep``: called with the
+    estimated costs after every epoch, on the leading rank.
     """
-    loop = _Loop(executor, announce, model, policy or Policy(), following)
+    loop = _Loop(executor, announce, model, policy or Policy())
     try:
         for epoch in epochs:
             loop.begin(epoch, epochs)
             outcome = executor.run_epoch(epoch, loop.look)
             # Steps count from the start of the run, also after a resume.
             loop.total = outcome.step * epochs.stop // (epoch + 1)
+            if loop.looked:
+                loop.memory(outcome.measurements)
             agreed = None if loop.looked else loop.judge(outcome.measurements, outcome.step)
             loop.changed = loop.changed or agreed is not None
             record = EpochRecord(

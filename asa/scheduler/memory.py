@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from asa.cost.machine.estimate import on_device
 from asa.cost.machine.what_if import heavier_profile
-from asa.cost.memory.peak import needed, usable, within
+from asa.cost.memory.peak import libraries, needed, usable, within
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
@@ -72,7 +72,7 @@ def corrected(
     if shortage.room_bytes is not None:
         bounds.append(within(cluster.device, shortage.room_bytes))
     device = min(cluster.memories()) if plan.memory_bytes is None else plan.memory_bytes
-    limit = min(*bounds, usable(cluster.device, device, plan.num_ranks))
+    limit = min(min(bounds) - libraries(cluster.device), usable(cluster.device, device, plan.num_ranks))
     return Correction(scale=scale, memory_bytes=max(1, min(device, needed(cluster.device, limit, plan.num_ranks))))
 
 

@@ -17,7 +17,7 @@ from asa.ir.traffic import Adjacent, Collective, Memory, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class HybridShard(ShardedState):
@@ -61,6 +61,6 @@ class HybridShard(ShardedState):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Shard every component of the segment as one unit over ``axis.parts``; the segment is their root."""
-        from asa.sharding.sharded import sharded
+        from asa.sharding.gradients.sharded import sharded
 
         return sharded(module, axis, release=True)

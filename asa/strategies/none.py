@@ -11,7 +11,7 @@ from asa.ir.traffic import Collective, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class Whole(TensorStrategy):

@@ -14,7 +14,7 @@ from asa.ir.traffic import Collective, Memory, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class Replicate(DataStrategy):
@@ -50,6 +50,6 @@ class Replicate(DataStrategy):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Have the gradients of ``module`` averaged."""
-        from asa.sharding.replicated import replicated
+        from asa.sharding.gradients.replicated import replicated
 
         return replicated(module, axis)

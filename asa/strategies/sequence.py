@@ -19,7 +19,7 @@ from asa.ir.traffic import Collective, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class SequenceParallel(TensorStrategy):
@@ -66,7 +66,7 @@ class SequenceParallel(TensorStrategy):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Replace every split layer by this rank's shard, and gather and scatter tokens around them."""
-        from asa.sharding.tensor import split
+        from asa.sharding.layers.tensor import split
         from asa.tracing.component import TracedComponent
 
         assert isinstance(module, TracedComponent)

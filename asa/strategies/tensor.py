@@ -1,7 +1,7 @@
 """Tensor strategy ``tensor``: weights of one component split over ranks that see the same samples.
 
 Linear layers split by columns and rows, attention by heads, convolutions by output and input channels with their
-BatchNorm (Shoeybi et al. 2019, derived per component by :mod:`asa.sharding.propagate`). What can be split in a
+BatchNorm (Shoeybi et al. 2019, derived per component by :mod:`asa.sharding.layers.propagate`). What can be split in a
 component, and the collectives inside it, come from its graph (:class:`asa.ir.graph.TensorSplit`).
 """
 
@@ -17,7 +17,7 @@ from asa.ir.traffic import Collective, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class TensorParallel(TensorStrategy):
@@ -44,7 +44,7 @@ class TensorParallel(TensorStrategy):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Replace every split layer by this rank's shard."""
-        from asa.sharding.tensor import split
+        from asa.sharding.layers.tensor import split
         from asa.tracing.component import TracedComponent
 
         assert isinstance(module, TracedComponent)

@@ -16,11 +16,12 @@ from asa.ir.traffic import Collective, Memory, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class SharedOptimizer(DataStrategy):
-    """Replicas (:mod:`asa.strategies.replicate`); optimizer state owned by parameter (:mod:`asa.sharding.updates`)."""
+    """Replicas (:mod:`asa.strategies.replicate`); optimizer state owned by parameter
+    (:mod:`asa.sharding.gradients.updates`)."""
 
     identifier = "zero1"
     joint = True
@@ -68,8 +69,8 @@ class SharedOptimizer(DataStrategy):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Have the gradients averaged and the update shared out among ranks."""
-        from asa.sharding.replicated import replicated
-        from asa.sharding.updates import share_update
+        from asa.sharding.gradients.replicated import replicated
+        from asa.sharding.gradients.updates import share_update
 
         return share_update(replicated(module, axis), axis)
 
@@ -77,9 +78,10 @@ class SharedOptimizer(DataStrategy):
 def _most(shares: Sequence[Share], degree: int) -> float:
     """Upper bound on the parameter bytes that one rank owns, over all of ``shares``.
 
-    Parameters are assigned largest first, each to the rank that owns least (:func:`asa.sharding.updates.owners`). If
-    the rank that owns most has several, it got its last one when every rank had one already. So that one is at most the
-    (degree + 1)-th largest, and no rank owned less than this rank at that time (Graham 1969).
+    Parameters are assigned largest first, each to the rank that owns least
+    (:func:`asa.sharding.gradients.updates.owners`). If the rank that owns most has several, it got its last one
+    when every rank had one already. So that one is at most the (degree + 1)-th largest, and no rank owned less
+    than this rank at that time (Graham 1969).
     """
     total = sum(s.parameter_bytes for s in shares)
     sizes = sorted((size for share in shares for size in _largest(share, degree + 1)), reverse=True)

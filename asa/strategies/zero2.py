@@ -17,7 +17,7 @@ from asa.ir.traffic import Adjacent, Collective, Memory, Share
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class ShardedGradients(ShardedState):
@@ -48,6 +48,6 @@ class ShardedGradients(ShardedState):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Shard every component of the segment as one unit; the segment is their root."""
-        from asa.sharding.sharded import sharded
+        from asa.sharding.gradients.sharded import sharded
 
         return sharded(module, axis, release=False)

@@ -14,7 +14,7 @@ from asa.interfaces.sharded_state import ShardedState
 if TYPE_CHECKING:
     from torch import nn
 
-    from asa.sharding.axis import Axis
+    from asa.sharding.collectives.axis import Axis
 
 
 class FullyShard(ShardedState):
@@ -24,6 +24,6 @@ class FullyShard(ShardedState):
 
     def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
         """Shard every component of the segment as one unit; the segment is their root."""
-        from asa.sharding.sharded import sharded
+        from asa.sharding.gradients.sharded import sharded
 
         return sharded(module, axis, release=True)

@@ -66,7 +66,7 @@ def structure(model: str) -> LayerGraph:
     """The structure of a torchvision classifier at 3 x 224 x 224 and 1,000 classes, traced here on one thread."""
     import torch
 
-    from asa.sharding.describe import layer_graph
+    from asa.sharding.layers.describe import layer_graph
     from asa.tracing import trace
     from asa.zoo.models import build
 

@@ -103,7 +103,7 @@ def traced(model: str, layers: int, tokens: int) -> LayerGraph:
     """See :data:`Graphs`; torch is needed for it."""
     import torch
 
-    from asa.sharding.structure import structure_of
+    from asa.sharding.layers.structure import structure_of
     from asa.zoo.language import language_model
     from asa.zoo.without_values import without_values
 

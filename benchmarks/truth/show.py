@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from asa.report.tables import line, table
+from asa.report.text.tables import line, table
 from benchmarks.truth.figures import Truth
 
 

@@ -167,7 +167,7 @@ def benches_and_checks_what_was_sealed(folder: Path) -> None:
     from planner_tests.forked import asa
 
     argv = f"{_MODEL} --gpus 2 --data digits --strategies ddp,fsdp --device cuda --budget 15s --json".split()
-    found = json.loads(asa("bench", "--models", *argv, cwd=folder).stdout)["results"]
+    found = json.loads(asa("bench", "--models", *argv, cwd=folder, timeout_s=900).stdout)["results"]
     assert {r["strategy"] for r in found} >= {"ddp", "fsdp"}, found
     assert all(r["energy_j"] > 0 for r in found if r["step_time_s"]), found
     seal(folder / "sealed")

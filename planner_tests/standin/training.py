@@ -118,8 +118,8 @@ def recomputes_what_draws_on_a_gpu(folder: Path) -> None:
     import torch
     from torch import nn
 
-    from asa.sharding.recompute import recompute
-    from asa.sharding.samples import SampleContext
+    from asa.sharding.layers.recompute import recompute
+    from asa.sharding.randomness.samples import SampleContext
     from asa.tracing import trace
 
     class Noisy(nn.Module):

@@ -43,57 +43,35 @@ class Edges:
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
 
-    def alike(self, index: int) -> tuple[object, ...]:
-        """A key: boundaries with equal keys cost the same between the same layouts."""
-        return (*self.form(index), self._like(index - 1), self._like(index))
-
-    def form(self, index: int) -> tuple[float, Ends]:
-        """Bytes per sample that cross the boundary in front of component ``index``, and the layout rules of its two
-        sides."""
-        before, after = self.graph.components[index - 1], self.graph.components[index]
-        return before.output_bytes_per_sample, Ends.between(before, after)
-
-    def _like(self, index: int) -> int:
-        """The first component whose boundaries cost the same as those of component ``index``."""
-        return -1 if self.launching is None else self.states.timed[index]
-
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The price of the boundary in front of component ``index`` (1 <= index < number of components)."""
-        return self._single(self.boundaries, index, (source,), (target,))
+        return self._single(self.boundaries, index, source, target)
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """The price of beginning a stage with component ``index``."""
-        return self._single(self.inlets, index, (layout,))
+        return self._single(self.inlets, index, layout)
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """The price of ending a stage with component ``index``."""
-        return self._single(self.outlets, index, (layout,))
+        return self._single(self.outlets, index, layout)
 
-    def _single(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
-        """The price of one boundary, computed once for all boundaries with equal :meth:`alike`."""
-        key = (price.__name__, index, layouts)
-        if key not in self._prices:
-            last = index + 1 == len(self.graph)
-            like = (price.__name__, self.alike(index) if index else (), self._output(index), last, layouts)
-            if like not in self._prices:
-                columns = price([index], *layouts)[0, :, 0].tolist()
-                forward, backward, wrapper, state, activations, transient, error = columns
-                self._prices[like] = BoundaryCost(
-                    num_microbatches=self.num_microbatches, forward_s=forward, backward_s=backward, wrapper_s=wrapper,
-                    link_error_s=error, footprint=Footprint(state=state, activations=activations, transient=transient),
-                )  # fmt: skip
-            self._prices[key] = self._prices[like]
-        return self._prices[key]
-
-    def _output(self, index: int) -> tuple[float, Ends]:
-        """Bytes per sample of the output of component ``index``, and the layout rule of that side."""
-        component = self.graph.components[index]
-        return component.output_bytes_per_sample, Ends.between(component, None)
+    def _single(self, price: Callable[..., Any], index: int, *layouts: Layout) -> BoundaryCost:
+        """The price of one boundary, computed once for all equal ones."""
+        key = (price.__name__, self.states.fronts[index], self.states.ends[index], *layouts)
+        cost = self._prices.get(key)
+        if cost is None:
+            columns = price([index], *((x,) for x in layouts))[0, :, 0].tolist()
+            forward, backward, wrapper, state, activations, transient, error = columns
+            cost = self._prices[key] = BoundaryCost(
+                num_microbatches=self.num_microbatches, forward_s=forward, backward_s=backward, wrapper_s=wrapper,
+                link_error_s=error, footprint=Footprint(state=state, activations=activations, transient=transient),
+            )  # fmt: skip
+        return cost
 
     def boundaries(self, indices: Sequence[int], sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Any:
         """Prices of the boundaries in front of components ``indices``: shape (component, column, pair of layouts).
         Pairs with the first source come first."""
-        sizes, ends = zip(*map(self.form, indices), strict=True)
+        sizes, ends = zip(*(self.states.forms[i] for i in indices), strict=True)
         wrappers = np.tile([self.wrapper(b) for b in targets], len(sources))
         errors = [max(self.link_error(a), self.link_error(b)) for a in sources for b in targets]
         crossings = partial(self.states.between, sources=sources, targets=targets)
@@ -126,7 +104,7 @@ class Edges:
         whole, for the loss or for the next stage. With several microbatches the stage also holds the next gradient,
         which is being received."""
         components = self.graph.components
-        sizes, ends = zip(*map(self._output, indices), strict=True)
+        sizes, ends = zip(*(self.states.outputs[i] for i in indices), strict=True)
         sent = np.array([[i + 1 < len(components)] for i in indices])
         crossings = partial(self.states.between, sources=layouts, targets=())
         prices, counts = self._crossed(sizes, ends, crossings, self._end_errors(layouts), 0.0)

@@ -2,11 +2,12 @@
 
 In a cycle a worker waits while the age of some worker's gradient has reached the window, then pulls, computes
 ``period`` steps and pushes. A server's link receives the gradients of one worker at a time, and sends the weights for
-one worker at a time, in order of arrival. Its processor applies one push at a time. A worker pulls again when its push
-is applied. Under a synchronous discipline the servers add up the pushes of all workers and update once.
+one at a time, in order of arrival; where workers take all steps together, weights for all share the link and arrive
+together. Its processor applies one push at a time. A worker pulls again when its push is applied. Under a synchronous
+discipline the servers add up the pushes of all workers and update once.
 
-A server that shares a worker's device delays this worker by its updates. Without servers (``hogwild``) every worker
-writes to shared memory: there are no queues, and each worker computes its updates.
+A server that shares a worker's device delays this worker by its updates, and exchanges no messages with it. Without
+servers (``hogwild``) every worker writes to shared memory: there are no queues, and each worker computes its updates.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Served:
         self._workers = [_Worker() for _ in machine.workers]
         self._events: list[tuple[float, int, str, int]] = []
         self._count = 0
-        servers = machine.servers
+        servers, workers = machine.servers, range(len(machine.workers))
+        self._remote = [[(j, s) for j, s in enumerate(servers) if s.beside != w] for w in workers]
+        self._num_remote = [sum(s.beside != w for w in workers) for s in servers]
         self._sending, self._receiving, self._applying = ([0.0] * len(servers) for _ in range(3))
         self._arrived: list[tuple[int, float]] = []
         self.applied = 0.0
@@ -115,10 +118,10 @@ class Served:
             self._blocked.discard(w)
         me.pulled = self.applied - me.own_rows
         received_s = now + machine.workers[w].pull_s
-        for j, server in enumerate(machine.servers):
-            start = max(now, self._sending[j])
-            self._sending[j] = start + server.send_s
-            received_s = max(received_s, self._sending[j])
+        for j, server in self._remote[w]:
+            self._sending[j] = max(now, self._sending[j]) + server.send_s
+            together_s = now + self._num_remote[j] * server.send_s
+            received_s = max(received_s, together_s if self.discipline.lockstep else self._sending[j])
         compute = self._draws.steps(w, self.discipline.period)
         if self.discipline.period > 1:
             compute += self.discipline.period * machine.workers[w].update_s
@@ -148,9 +151,8 @@ class Served:
             return
         me.computing = False
         sent = self.now + worker.push_s
-        for j, server in enumerate(self.machine.servers):
-            start = max(self.now, self._receiving[j])
-            self._receiving[j] = start + server.receive_s
+        for j, server in self._remote[w]:
+            self._receiving[j] = max(self.now, self._receiving[j]) + server.receive_s
             sent = max(sent, self._receiving[j])
         self._at(sent, "arrived", w)
 

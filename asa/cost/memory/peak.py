@@ -48,10 +48,7 @@ class Peak:
 
 
 def peaks(state: Any, activations: Any, gradients: Any, transient: Any) -> Any:
-    """Bytes held in the backward of each component, by the formula of this module.
-
-    The arguments are bytes of each component; component is the first axis of all arrays.
-    """
+    """Bytes held in the backward of each component, by the formula of this module; component is the first axis."""
     behind = gradients[::-1].cumsum(axis=0)[::-1]
     return state.sum(axis=0) + activations.cumsum(axis=0) + behind + transient
 
@@ -113,8 +110,12 @@ def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
     total = float(device.memory_bytes if memory_bytes is None else memory_bytes)
     if device.type == "cpu":
         return total
-    reserved_bytes = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
-    return (total - reserved_bytes) / (1 + constant("cuda_allocator_slack"))
+    return (total - needed(device, 0.0, ranks)) / (1 + constant("cuda_allocator_slack"))
+
+
+def libraries(device: Device) -> float:
+    """Bytes of library workspaces: a part of what is predicted, and of the context that :func:`usable` excludes."""
+    return constant("cuda_workspace_bytes") if device.type == "cuda" else 0.0
 
 
 def reserved(device: Device, active: float, gathered: float = 0.0, largest: float = 0.0) -> int:

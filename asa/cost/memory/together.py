@@ -49,11 +49,12 @@ def wrapped_memory(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: 
     if joint and len({(w.tensor, w.offload) for w in ways}) == 1 and not first.offload:
         repeated = pricer.states.repeated(alike, first)
     joined = joint and not whole and not pricer.states.prefetching  # then they gather for each other
+    unmade = pricer.num_microbatches == 1 and pricer.times.unmade
     last = max((i for i in alike if pricer.graph.components[i].parameter_bytes), default=alike.start)
     parts = []
     for i, way in zip(alike, ways, strict=True):
-        memory = pricer.footprint(pricer.figures(i, way, alike)) if joined else pricer.component(i, way).footprint
-        parts.append(pricer.without_unmade(i, way, memory, ending=i == last))
+        memory = pricer.footprint(pricer.figures(i, way, alike)) if joined else pricer.cost(i, way).footprint
+        parts.append(pricer.without_unmade(i, way, memory, ending=i == last) if unmade else memory)
     if joint:
         remaining = next(filter(None, map(pricer.remaining_bytes, alike, ways)), 0.0)
     return Wrapped(alike, tuple(parts), repeated, remaining)
@@ -68,15 +69,17 @@ def stage_peak(
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
     if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
         return peak(ended([c.footprint for c in components], outlet), inlets, in_flight)
-    parts, repeated = list[Footprint](), 0.0
+    parts, transient, repeated = list[Footprint](), list[float](), 0.0
     alike = list(wrapped(ways))
     for run in alike:
         indices = range(start + run.start, start + run.stop)
         unit = wrapped_memory(pricer, indices, ways[run.start : run.stop], whole=len(alike) == 1)
         repeated += unit.repeated
         if unit.remaining:  # in the backward of all in front
-            parts = [replace(p, transient=p.transient + unit.remaining) for p in parts]
+            transient = [t + unit.remaining for t in transient]
         parts += unit.parts
+        transient += (p.transient for p in unit.parts)
+    parts = [p if p.transient == t else replace(p, transient=t) for p, t in zip(parts, transient, strict=True)]
     if not ahead:
         return _without_repeated(peak(ended(parts, outlet), inlets, in_flight), repeated)
     # All forwards run before the first backward. During this one gradients are created, as with one microbatch; after

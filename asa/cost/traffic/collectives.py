@@ -214,12 +214,3 @@ def _curves(tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp) ->
         if operation is not None:
             curves.append((n, tables[operation, n], carried(operation, n)))
     return curves
-
-
-def seconds(cluster: Cluster, collective: Collective) -> float:
-    """Seconds of one collective on ``cluster``. For many, build :class:`Links` once.
-
-    Raises:
-        InvalidInputError: the cluster has no table from which this group could be priced.
-    """
-    return Links(cluster).seconds(collective)

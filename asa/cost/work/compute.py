@@ -21,7 +21,7 @@ import numpy as np
 from asa.cost.constants import constant
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
-from asa.ir.graph import Component
+from asa.ir.graph import Component, firsts
 from asa.ir.plan import OptimizerName
 from asa.ir.profile import Profile, Stat, Timing
 
@@ -31,8 +31,6 @@ _ADDING_PASSES = 3.0
 """Memory passes to accumulate a microbatch's gradients: two reads, one write."""
 
 _NORMAL_P90 = 1.2816
-_WORDS = ("name", "modules", "why_whole")
-"""Fields of a component that no price depends on."""
 
 
 def adding(update_s: Any, optimizer: OptimizerName, num_microbatches: int) -> Any:
@@ -163,7 +161,7 @@ class Times:
     def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
         self.floor = profile.dispatch_floor_s
         self.unmade = any(t.unmade_bytes for t in profile.timings)
-        self._components = profile.graph.components
+        self._components, self.like = profile.graph.components, profile.graph.like
         self._positions = {c.name: i for i, c in enumerate(self._components)}
         self._flops_share = flops_share
         self._shares: dict[int, Any] = {}
@@ -217,21 +215,18 @@ class Times:
         return max(self.floor, constant("estimate_launch_cuda_s") * len(component.modules))
 
     @cached_property
-    def like(self) -> tuple[int, ...]:
-        """For each component, the index of the first one that differs from it only in its names."""
-        names = [f.name for f in fields(Component) if f.name not in _WORDS]
-        return _firsts([tuple(getattr(c, n) for n in names) for c in self._components])
-
-    @cached_property
     def timed(self) -> tuple[int, ...]:
-        """For each component, the index of the first one that also takes equally long at every microbatch and tensor
-        degree."""
-        times: dict[str, list[object]] = defaultdict(list)
+        """For each component, the index of the first one that differs from it only in its names and was measured alike
+        in all respects."""
+        known = defaultdict[str, list[object]](list)
         for number, timings in enumerate((self._timings, self._token_timings)):
             for name, k in sorted(timings):
-                rows = ((t.microbatch, t.forward.median, t.backward.median) for t in timings[name, k])
-                times[name].append((number, k, *rows))
-        return _firsts([(k, *times[c.name]) for k, c in zip(self.like, self._components, strict=True)])
+                rows = ((t.microbatch, t.forward, t.backward, *_figures(t)[2:]) for t in timings[name, k])
+                known[name].append((number, k, *rows))
+        for name, degree, optimizer in sorted(self._updates):
+            known[name].append((degree, optimizer, self._updates[name, degree, optimizer]))
+        each = zip(self.like, self._components, strict=True)
+        return firsts((k, len(c.modules), *known[c.name]) for k, c in each)
 
     def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
         """Forward and backward of ``samples`` samples at tensor degree ``degree``, on an otherwise idle device.
@@ -365,12 +360,6 @@ class Times:
         split = component.split
         divisible = 0.0 if split is None else float(split.parameter_bytes)
         return max(1.0, component.parameter_bytes - divisible * (1 - 1 / degree))
-
-
-def _firsts(keys: Sequence[object]) -> tuple[int, ...]:
-    """For each key, the index of the first one that is equal."""
-    first: dict[object, int] = {}
-    return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
 
 def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from asa.launch import alive, store_of_ranks
+from asa.launch import alive, or_fail, store_of_ranks
 
 _FOREVER = timedelta(days=7)
 """Time limit of messages. A worker or server may wait for another as long as that lives; a lost rank closes its
@@ -198,7 +198,9 @@ class Exchange:
         self._handle, self._on_check = handle, on_check
         for client in self.clients:
             if client != self.rank:
-                thread = threading.Thread(target=self._serve_client, args=(client, handle, on_lost), daemon=True)
+                thread = threading.Thread(
+                    target=or_fail(self._serve_client), args=(client, handle, on_lost), daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
 
@@ -288,7 +290,7 @@ class Exchange:
                     connection.end()
                 connection = _Connection(client, channel, handle, on_lost, self._answering)
                 self._connections.append(connection)
-                connection.start()
+                connection.thread.start()
 
     def _next_call(self, store: Store, client: int, last: str, connection: _Connection | None) -> str | None:
         """The next name under which ``client`` calls, other than ``last`` and names that were answered here before.
@@ -315,7 +317,7 @@ class Exchange:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         self._channels, self._threads = {}, []
         if not any(
-            connection.is_alive() for connection in self._connections
+            connection.thread.is_alive() for connection in self._connections
         ):  # else a client has not left, and end() waits for it
             _open_exchanges.discard(self)
 
@@ -328,7 +330,7 @@ class Exchange:
             0.0 if hasattr(sys, "last_value") else _END_TIMEOUT_S
         )  # after an exception others wait
         for connection in self._connections:
-            connection.join(timeout=max(0.0, until - time.monotonic()))
+            connection.thread.join(timeout=max(0.0, until - time.monotonic()))
 
 
 @atexit.register
@@ -357,19 +359,20 @@ class Holding:
             return most
 
 
-class _Connection(threading.Thread):
-    """The host's end of one connection, while it lasts. ``client_left``: the client has announced that it leaves."""
+class _Connection:
+    """The host's end of one connection, while it lasts. ``client_left``: the client has announced that it leaves.
+    ``thread`` answers its requests."""
 
     def __init__(
         self, client: int, channel: Channel, handle: Handle, on_lost: Callable[[int], None], holding: Holding
     ) -> None:
-        super().__init__(daemon=True)
         self._client, self._channel, self._handle, self._on_lost = client, channel, handle, on_lost
         self._holding = holding
         self._lock = threading.Lock()
         self.client_left = self.ended = False
+        self.thread = threading.Thread(target=or_fail(self._run), daemon=True)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Answer requests until the connection ends."""
         with contextlib.suppress(RuntimeError):  # the other end is gone
             while (reply := self._reply()) is not None:

@@ -17,8 +17,8 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_gradients
 from asa.executor.model.step import Step, microbatch_rows, played
 from asa.ir.consistency import Discipline
-from asa.sharding.axis import Axis
-from asa.sharding.parts import local
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.split.local_parts import local
 from asa.zoo.data import ImageSet
 
 
@@ -139,6 +139,15 @@ class Conduct(ABC):
             return self.model.grouped.axis
         layout = self.model.layouts[0]
         return self.model.axis("gradient", layout.data_group(self.model.position.place))
+
+    _rate_before = 0.0
+    """Learning rate of the step before this one."""
+
+    def period_now(self) -> int:
+        """Steps until the next average, at the learning rate of this step. While the rate rises (warm-up), it is the
+        shortest period, as at the peak: the low rates of a warm-up would give the longest."""
+        rising, self._rate_before = self.rate > self._rate_before, self.rate
+        return self.discipline.period if rising else self.discipline.period_at(self.rate)
 
     def rows(self, batch: int) -> int:
         """Number of this worker's samples in a global batch of ``batch``."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asa.executor.consistency.conduct import Conduct, average
+from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat_parameters import FlatParameters, dequantised, quantised
 from asa.executor.consistency.local_sgd import LocalSteps
 
@@ -57,12 +57,14 @@ class OuterSteps(LocalSteps):
             torch.optim.SGD([p], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0)
             for p in self._outer
         ]
+        self._own_since_met = self._all_since_met = 0
         self._steps, self._has_changed, self._sent = 0, [False] * len(self._outer), None
         self._samples_since = [(0, 0)] * len(self._outer)
 
     def step(self, batch: int) -> None:
         """Take an inner step, and average the fragment whose turn it is."""
         self._inner_step(batch)
+        self._count(batch)
         self._steps += 1
         self._samples_since = [(own + self.rows(batch), total + batch) for own, total in self._samples_since]
         self._has_changed = [True] * len(self._outer)
@@ -155,7 +157,7 @@ class OuterSteps(LocalSteps):
                 self._receive()
         self._steps = 0
         self.average_buffers()
-        average(self._moments(), self.axis)
+        self._average_moments()
 
     def held(self) -> list[Tensor]:
         """The outer weights, the state of their optimizers, and what is on its way."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asa.errors import UsageError
-from asa.sharding.parts import local
+from asa.sharding.split.local_parts import local
 
 
 class FlatParameters:

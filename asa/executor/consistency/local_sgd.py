@@ -19,18 +19,22 @@ class LocalSteps(Conduct):
     averages_statistics = "together with the weights"
     _steps_since = _own_samples = _all_samples = 0
     """Number of steps since the last average, and the numbers of samples in them: this worker's and all workers'."""
+    _own_since_met = _all_since_met = 0
+    """Numbers of samples since workers last synchronized: this worker's and all workers'."""
 
     def begin(self) -> None:
         """Reset the counters; all workers start from equal weights."""
         self._steps_since = self._own_samples = self._all_samples = 0
+        self._own_since_met = self._all_since_met = 0
 
     def step(self, batch: int) -> None:
         """Take a local step, and average weights if the period is over."""
         self.update(batch)
+        self._count(batch)
         self._steps_since += 1
         self._own_samples += self.rows(batch)
         self._all_samples += batch
-        if self._steps_since >= self.discipline.period_at(self.rate):
+        if self._steps_since >= self.period_now():
             self.average_weights()
 
     def average_weights(self) -> None:
@@ -45,7 +49,17 @@ class LocalSteps(Conduct):
         if self._steps_since:
             self.average_weights()
         self.average_buffers()
-        average(self._moments(), self.axis)
+        self._average_moments()
+
+    def _count(self, batch: int) -> None:
+        self._own_since_met += self.rows(batch)
+        self._all_since_met += batch
+
+    def _average_moments(self) -> None:
+        """Average the optimizers' states, each worker weighted by its samples, as weights are (collective)."""
+        total = self._all_since_met
+        average(self._moments(), self.axis, self._own_since_met * self.axis.size / total if total else 1.0)
+        self._own_since_met = self._all_since_met = 0
 
     def _moments(self) -> list[Tensor]:
         states = self.optimizer.state.values()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from asa.ir.intervals import median_interval
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
 from asa.launch import run_ranks, tell
-from asa.sharding.collectives import silenced
+from asa.sharding.collectives.along_axis import silenced
 from asa.zoo.data import GlobalOrder, ImageSet
 from asa.zoo.inputs import example
 
@@ -180,6 +180,18 @@ def barrier(votes: Votes) -> None:
     votes.gather([0.0])
 
 
+@contextmanager
+def _meeting(entrant: Entrant) -> Iterator[None]:
+    """Context in which a worker waits for all others after several steps. Meanwhile no server makes the others wait for
+    the gradient of its next step, and it begins that with the weights of then."""
+    conduct = None if entrant.worker is None else entrant.worker.conduct
+    if conduct is not None:
+        conduct.pause()
+    yield
+    if conduct is not None:
+        conduct.resume()
+
+
 def one_step(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
     """Seconds of one step of the slowest rank; all ranks start together."""
     barrier(votes)
@@ -225,7 +237,9 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
     with watched(card) as usage:
         entrant.turn(images, order, steps)
     unknown = (usage.busy, usage.energy_j, usage.clock_mhz)
-    figures = votes.gather([usage.seconds, *(-1.0 if v is None else v for v in unknown), float(usage.throttled)])
+    own = [usage.seconds, *(-1.0 if v is None else v for v in unknown), float(usage.throttled)]
+    with _meeting(entrant):
+        figures = votes.gather(own)
     entrant.cell.usage_steps = steps
     entrant.cell.usage = tuple(
         Usage(
@@ -235,7 +249,7 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
             clock_mhz=None if f[3] < 0 else f[3],
             throttled=int(f[4]),
         )
-        for f in figures[: entrant.plan.num_ranks]
+        for f in figures[: entrant.plan.num_processes]
     )
 
 
@@ -327,7 +341,9 @@ def timed_turn(
     """Train ``steps`` steps of a plan; returns and notes (waiting for data, work) of each, in seconds of the slowest
     rank (collective)."""
     barrier(votes)
-    times = slowest(votes, entrant.turn(images, order, steps))
+    own = entrant.turn(images, order, steps)
+    with _meeting(entrant):
+        times = slowest(votes, own)
     entrant.cell.data_wait += [t[0] for t in times]
     entrant.cell.steps += [t[1] for t in times]
     return times
@@ -385,7 +401,9 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     for entrant in entrants:
         _usage(entrant, train, order, votes, schedule.stretch_s)
     for entrant in entrants:
-        memory = votes.gather(_memory_figures(entrant, train, order))[: entrant.plan.num_ranks]
+        own = _memory_figures(entrant, train, order)
+        with _meeting(entrant):
+            memory = votes.gather(own)[: entrant.plan.num_processes]
         entrant.cell.peak_memory_bytes = tuple(int(f[0]) for f in memory)
         entrant.cell.state_memory_bytes = tuple(int(f[1]) for f in memory)
         entrant.cell.reserved_memory_bytes = None if memory[0][2] < 0 else tuple(int(f[2]) for f in memory)

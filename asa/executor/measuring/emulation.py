@@ -34,12 +34,12 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
 from asa.ir.traffic import Collective, Phase
-from asa.sharding import direct
-from asa.sharding.axis import Axis
-from asa.sharding.bucket import Bucket, Send, Wait
-from asa.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from asa.sharding.segment import forgo
-from asa.sharding.sharded import GATHERED_ONCE
+from asa.sharding.collectives import direct
+from asa.sharding.collectives.along_axis import all_gather, all_reduce, reduce_scatter
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.segment import forgo
+from asa.sharding.gradients.bucket import Bucket, Send, Wait
+from asa.sharding.gradients.sharded import GATHERED_ONCE
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 

@@ -32,8 +32,8 @@ from asa.executor.training.worker import LossCounter, Worker
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.launch import alive
-from asa.sharding.depth import drops_samples
-from asa.sharding.samples import SampleAlphaDropout, SampleContext, SampleDropout
+from asa.sharding.randomness.depth import drops_samples
+from asa.sharding.randomness.samples import SampleAlphaDropout, SampleContext, SampleDropout
 from asa.zoo.data import ImageSet
 from asa.zoo.data.batches import augment
 

@@ -32,8 +32,8 @@ from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision, Stat
 from asa.ir.rehearsal import Spans
-from asa.sharding.bucket import Bucket, Wait
-from asa.sharding.transfer import Arrival, Link
+from asa.sharding.collectives.transfer import Arrival, Link
+from asa.sharding.gradients.bucket import Bucket, Wait
 from asa.zoo.inputs import example
 
 _WARM_UP = 3

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asa.executor.model.votes import Votes
-from asa.sharding.axis import Axis
+from asa.sharding.collectives.axis import Axis
 
 
 def united(local: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from asa.executor.model.groups import Groups, Purpose, groups_of
 from asa.executor.model.position import Position
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
-from asa.sharding.axis import SOLO, Axis
+from asa.sharding.collectives.axis import SOLO, Axis
 
 
 class Grouped:

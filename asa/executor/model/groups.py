@@ -15,7 +15,7 @@ from asa.executor.model.position import Position
 from asa.ir.layout import Boundary, Layout, gather_groups
 from asa.ir.plan import Plan
 from asa.ir.transfer import hops, whole
-from asa.sharding.axis import Axis
+from asa.sharding.collectives.axis import Axis
 
 Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
 """Purpose of a group. Gradient buckets are sent during backward, and activations inside it; neither may wait in a queue

@@ -34,17 +34,17 @@ from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Assignment, CompressionName, DataDegree, Plan
 from asa.ir.transfer import Hop, whole
 from asa.schedules import schedules
-from asa.sharding.axis import SOLO, Axis
-from asa.sharding.batchnorm import synchronise
-from asa.sharding.boundary import Crossing
-from asa.sharding.drawn import keyed
-from asa.sharding.generators import FOREIGN, drawing
-from asa.sharding.propagate import SplitPlan
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.recompute import recompute
-from asa.sharding.samples import BySample, SampleContext
-from asa.sharding.tensor import plan_split
-from asa.sharding.transfer import Link
+from asa.sharding.collectives.axis import SOLO, Axis
+from asa.sharding.collectives.boundary import Crossing
+from asa.sharding.collectives.transfer import Link
+from asa.sharding.layers.batchnorm import synchronise
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.layers.propagate import SplitPlan
+from asa.sharding.layers.recompute import recompute
+from asa.sharding.layers.tensor import plan_split
+from asa.sharding.randomness.drawn import keyed
+from asa.sharding.randomness.generators import FOREIGN, drawing
+from asa.sharding.randomness.samples import BySample, SampleContext
 from asa.tracing import CalledModel, TracedModel, trace
 from asa.tracing.component import TracedComponent
 from asa.tracing.preserve import preserved

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asa.sharding.parts import local
+from asa.sharding.split.local_parts import local
 
 _COPIES = "asa_host_copies"
 

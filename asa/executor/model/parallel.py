@@ -22,13 +22,13 @@ from asa.instruments.execution import as_one, begin_step, laid_out
 from asa.interfaces.schedule import Action
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
-from asa.sharding.axis import SOLO, Axis
-from asa.sharding.boundary import Crossing
-from asa.sharding.drawn import seeded
-from asa.sharding.neighbours import Neighbours, acquaint
-from asa.sharding.samples import SampleContext, named
-from asa.sharding.transfer import Link
-from asa.sharding.updates import shared_update
+from asa.sharding.collectives.axis import SOLO, Axis
+from asa.sharding.collectives.boundary import Crossing
+from asa.sharding.collectives.transfer import Link
+from asa.sharding.gradients.neighbours import Neighbours, acquaint
+from asa.sharding.gradients.updates import shared_update
+from asa.sharding.randomness.drawn import seeded
+from asa.sharding.randomness.samples import SampleContext, named
 from asa.tracing import CalledModel, TracedModel
 from asa.tracing.component import TracedComponent
 from asa.tracing.preserve import foreign_state

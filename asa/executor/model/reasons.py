@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError
-from asa.sharding.generators import drawing, draws_note
-from asa.sharding.randomness import make_reproducible
-from asa.sharding.samples import SampleContext
+from asa.sharding.layers.dropout import make_reproducible
+from asa.sharding.randomness.generators import drawing, draws_note
+from asa.sharding.randomness.samples import SampleContext
 from asa.tracing import outcome, trace
 from asa.zoo.inputs import random
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from asa.errors import UsageError
-from asa.sharding.averaging import Averaging
-from asa.sharding.replicated import replicated_of
-from asa.sharding.sharded import GATHERED_ONCE, UNREACHED
+from asa.sharding.gradients.averaging import Averaging
+from asa.sharding.gradients.replicated import replicated_of
+from asa.sharding.gradients.sharded import GATHERED_ONCE, UNREACHED
 
 
 class Reduction:

@@ -18,9 +18,9 @@ from asa.errors import UsageError
 from asa.executor.model.exchange import united
 from asa.executor.model.offload import updated_in
 from asa.executor.model.parallel import ParallelModel
-from asa.sharding.axis import Axis
-from asa.sharding.modules import ParameterShard, shards_of
-from asa.sharding.parts import as_held, local
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.modules import ParameterShard, shards_of
+from asa.sharding.split.local_parts import as_held, local
 
 _NOTHING = torch.empty(0)
 

@@ -20,7 +20,7 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.ir.transfer import UNDER_WAY
 from asa.launch import faults
-from asa.sharding.transfer import Arrival
+from asa.sharding.collectives.transfer import Arrival
 
 
 @dataclass(frozen=True)

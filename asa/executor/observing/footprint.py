@@ -11,7 +11,7 @@ import torch
 from asa.executor.model.offload import updated_in
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import bytes_of, completed, peak, recording
-from asa.sharding.parts import local
+from asa.sharding.split.local_parts import local
 
 
 def active_peak(worker: Worker, step: Callable[[], object]) -> int:

@@ -25,8 +25,8 @@ from asa.executor.training.clock import seconds_between
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
 from asa.ir.streams import Stream, piece, process
-from asa.sharding import direct
-from asa.sharding.transfer import Link
+from asa.sharding.collectives import direct
+from asa.sharding.collectives.transfer import Link
 
 _BEGIN = "asa.timeline.begin"
 _COLLECTIVES = (

@@ -83,9 +83,7 @@ class AsynchronousExecutor(TrainingExecutor):
         position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
         loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if not math.isfinite(loss):
-            raise WorkersFailedError(
-                f"the loss is no longer finite in epoch {epoch}; lower the learning rate, or let workers wait more"
-            )
+            raise self._diverged(epoch)
         self._say_what_was_counted(epoch, [int(rank[4]) for rank in rows_of_ranks], position - start)
         self._position = position
         self._step += -(-(position - start) // self.plan.global_batch)
@@ -119,6 +117,8 @@ class AsynchronousExecutor(TrainingExecutor):
             self._say_who_was_lost()
             if time.monotonic() - announced_at > VOTE_EVERY_S:
                 announced_at = time.monotonic()
+                if counter.diverged:
+                    raise self._diverged(epoch)
                 self._announce(
                     {
                         "event": "note",
@@ -126,6 +126,10 @@ class AsynchronousExecutor(TrainingExecutor):
                     }
                 )
         return steps
+
+    def _diverged(self, epoch: int) -> WorkersFailedError:
+        others = ", or let workers wait more" if len(self._votes.live) > 1 else ""
+        return WorkersFailedError(f"the loss is no longer finite in epoch {epoch}; lower the learning rate{others}")
 
     def _tickets(self, epoch: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
         """Position, number of samples and global batch of each step of this worker, until none are left.
@@ -262,7 +266,7 @@ class AsynchronousExecutor(TrainingExecutor):
         return Measurements(
             plan_fingerprint=fingerprint(self.plan),
             strategy=self.plan.strategy,
-            num_ranks=self.plan.num_ranks,
+            num_ranks=self.plan.num_processes,
             global_batch=self.plan.global_batch,
             step_time=Stat.of([step]),
             predicted_step_time_s=self.plan.prediction.step_time_s,

@@ -45,7 +45,7 @@ from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import give_back_freed_memory
-from asa.sharding.waits import waits
+from asa.sharding.collectives.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
@@ -186,8 +186,7 @@ class TrainingExecutor(PlannedExecutor):
         energy, cores = Meter(card_of(device)), ProcessorUse()
         if self._votes.anyone(self._stop.requested):
             self._preempt()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        self._forget_peak()
         self.model.train()
         counter = LossCounter(device)
         timer = EpochTimer(
@@ -235,6 +234,16 @@ class TrainingExecutor(PlannedExecutor):
     def _check_turn(self, epoch: int) -> None:
         if epoch != self.next_epoch:
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
+
+    def _forget_peak(self) -> None:
+        """Measure the peak of a GPU's memory anew."""
+        if self.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+
+    def steps_left(self, epoch: int) -> int:
+        """Steps of ``epoch`` that are still to be taken."""
+        used = self._position - epoch * self._order.samples_per_epoch
+        return max(0, self.steps_per_epoch - -(-used // self.plan.global_batch))
 
     def _has_steps_left(self, epoch: int, after: int = 0) -> bool:
         """Whether steps are left in ``epoch`` after ``after`` more samples. An epoch need not use all of its
@@ -293,12 +302,14 @@ class TrainingExecutor(PlannedExecutor):
         return interval
 
     def _report(self, interval: Interval, rate: float) -> None:
-        total = self.steps_per_epoch * self._settings.epochs
+        epoch, epochs = self._order.locate(self._position - 1)[0], self._settings.epochs
+        total, left = (self.steps_per_epoch * n for n in (epochs, epochs - epoch - 1))
+        left += self.steps_left(epoch)
         step_s = interval.seconds / interval.steps
         self._announce(
             {
                 "event": "steps",
-                "epoch": self._order.locate(self._position - 1)[0],
+                "epoch": epoch,
                 "step": self._step,
                 "loss": interval.loss,
                 "accuracy": interval.accuracy,
@@ -309,8 +320,8 @@ class TrainingExecutor(PlannedExecutor):
                 **who_is_late(interval.measured),
                 **({} if self._meter is None else self._meter.line(interval.seconds)),
                 **self._memory_so_far(),
-                "fraction": min(1.0, self._step / total),
-                "eta_s": max(0, total - self._step) * step_s,
+                "fraction": 1 - left / total,
+                "eta_s": left * step_s,
             }
         )
 
@@ -423,13 +434,18 @@ class TrainingExecutor(PlannedExecutor):
             WorkersFailedError: a rank could not change; the current plan stays, and training can continue.
         """
         runs = self._continues(plan, processes)
-        old_worker, scale = self._worker, self._worker.scale
-        self._worker, moved = self._checkpointer.move(
-            old_worker, lambda: self._worker_of(self._build(plan, runs), scale)
-        )
+        old_worker, scale, rates = self._worker, self._worker.scale, self._peaks
+        try:
+            self._worker, moved = self._checkpointer.move(
+                old_worker, lambda: self._worker_of(self._build(plan, runs), scale)
+            )
+        except BaseException:
+            self._peaks = rates  # of the optimizer that stays
+            raise
         self._state_s = moved.seconds
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()
         del old_worker
         give_back_freed_memory()
+        self._forget_peak()

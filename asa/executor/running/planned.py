@@ -77,6 +77,10 @@ class PlannedExecutor(Executor):
         else:
             self.model.close()
 
+    def tell(self, value: bool) -> bool:
+        """Rank 0's ``value``, on every rank."""
+        return bool(self._votes.tell(value))
+
     def agree(self, target: Placement | None) -> Placement | None:
         """Rank 0's ``target`` (or None), on every rank."""
         faults.reached("replan.agree")

@@ -22,6 +22,7 @@ from asa.errors import (
     InfeasibleError,
     InvalidInputError,
     NoCheckpointError,
+    PreemptedError,
     WorkersFailedError,
 )
 from asa.executor.running.exhausted import NOTE
@@ -51,6 +52,15 @@ MOST_ATTEMPTS = 3
 """Largest number of successive plans under which no further epoch was completed, or nothing was saved."""
 
 
+def _stopped(failure: WorkersFailedError, saved: int) -> AsaError:
+    """What a run ends with that was asked to stop and lost a rank before it had saved."""
+    if saved < 0:
+        return failure
+    return PreemptedError(
+        f"stopped on request, but {failure}: the newest checkpoint is of step {saved}; --resume continues from it"
+    )
+
+
 def run_with_recovery(
     job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
 ) -> Ending:  # fmt: skip
@@ -59,6 +69,7 @@ def run_with_recovery(
 
     Raises:
         InfeasibleError: no plan fits the available memory.
+        PreemptedError: a rank was lost after all had been asked to stop, and there is a checkpoint.
         AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
@@ -73,9 +84,12 @@ def run_with_recovery(
                 without_snapshots(job)
                 return ending
         except WorkersFailedError as error:
+            if error.stopping:
+                raise _stopped(error, checkpoint.newest_step(folder)) from error
             shortage, failure = _shortage(error, job, log, kernel_kills() > kills), error
             if shortage is None:
-                job = losses.next_job(job, _current_plan(job, log), error, log)
+                job = losses.next_job(job, _plan_for_all(job, log), error, log)
+                log.changed = False
                 material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
         progress = len(log.epochs) > epochs and checkpoint.newest_step(folder) > saved
@@ -110,6 +124,13 @@ def _current_plan(job: Job, log: RunLog) -> Plan:
         except NoCheckpointError:
             pass
     return job.plan
+
+
+def _plan_for_all(job: Job, log: RunLog) -> Plan:
+    """The plan with which all processes start again: the current one, unless that leaves some of them out. Which ones
+    were slow is not stored, and they may have recovered."""
+    current = _current_plan(job, log)
+    return current if current.num_processes == job.plan.num_processes else job.plan
 
 
 def _replan(

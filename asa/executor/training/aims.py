@@ -89,12 +89,14 @@ class Aims:
         """Check the functions on ``labels`` (int64 [n, ...]) and random logits.
 
         Raises:
-            UsageError: the metric is for one prediction per sample, and there are more.
+            UsageError: the metric is for one prediction per sample, and there are more, or nothing could miss it.
             InvalidInputError: one fails, the loss is not a mean over samples, the metric is not one number per sample,
                 or the schedule returns no number.
         """
         if self.score is _top5 and labels.dim() > 1:
             raise UsageError(_ONE_EACH)
+        if self.score is _top5 and num_classes <= 5:
+            raise UsageError(f"top5 of {num_classes} classes is always 100 %; use --metric accuracy")
         labels = _probed(labels)
         maps = (len(labels), num_classes, *labels.shape[1:])
         logits = torch.randn(maps, generator=torch.Generator().manual_seed(0))

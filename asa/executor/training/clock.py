@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asa.sharding.waits import Held, held_by, waits
+from asa.sharding.collectives.waits import Held, held_by, waits
 
 
 class StepTimes(NamedTuple):
     """Seconds of one step on this rank: waiting for data (``data``), then computing and communicating (``work``). The
-    others are the parts of ``work`` that :class:`asa.sharding.waits.Held` records."""
+    others are the parts of ``work`` that :class:`asa.sharding.collectives.waits.Held` records."""
 
     data: float
     work: float

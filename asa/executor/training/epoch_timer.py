@@ -17,7 +17,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
-from asa.sharding.waits import waits
+from asa.sharding.collectives.waits import waits
 
 WARM_UP_STEPS = 3
 """Number of steps after a change of plan that are not measured. They allocate memory, tune kernels, and let DDP rebuild
@@ -212,7 +212,7 @@ class EpochTimer:
         return Measurements(
             plan_fingerprint=fingerprint(self.plan),
             strategy=self.plan.strategy,
-            num_ranks=self.plan.num_ranks,
+            num_ranks=self.plan.num_processes,
             global_batch=self.plan.global_batch,
             step_time=Stat.of(work for _, work in times),
             predicted_step_time_s=self.plan.prediction.step_time_s,

@@ -26,7 +26,7 @@ from asa.executor.model.state import LocalTensor, counted_on_device, local_tenso
 from asa.executor.model.votes import Votes
 from asa.ir.region import Box, Region, as_region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
-from asa.sharding.parts import as_held, local
+from asa.sharding.split.local_parts import as_held, local
 
 BUCKET_BYTES = 8 * MIB
 """Largest number of bytes that one process sends another at a time, unless a single row is longer. A migration needs

@@ -17,7 +17,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import local_tensors
 from asa.executor.training.settings import LEARNING_RATE, WEIGHT_DECAY
 from asa.ir.optimizers import OPTIMIZERS, check_optimizer
-from asa.sharding.parts import step_over_parts
+from asa.sharding.split.local_parts import step_over_parts
 from asa.zoo.foreign import accepted, at_home, factory, first_line
 
 

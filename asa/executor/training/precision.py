@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from asa.executor.model.votes import Votes
 from asa.ir.profile import Precision
-from asa.sharding.waits import waits
+from asa.sharding.collectives.waits import waits
 
 DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

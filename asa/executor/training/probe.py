@@ -12,8 +12,8 @@ from asa.executor.model.votes import Votes
 from asa.interfaces.executor import Probe
 from asa.ir.measurements import Transfer
 from asa.ir.units import MIB
-from asa.sharding import direct
-from asa.sharding.waits import level_of, waits
+from asa.sharding.collectives import direct
+from asa.sharding.collectives.waits import level_of, waits
 
 _SIZE = {"cpu": 256, "cuda": 4096}
 _TIMES = {"cpu": 48, "cuda": 8}

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from asa.executor.training.clock import StepTimes
 from asa.ir.measurements import RankTiming, Transfer
 from asa.ir.traffic import COLLECTIVE_OPS
-from asa.sharding.waits import Kind
+from asa.sharding.collectives.waits import Kind
 
 _KINDS = 6
 """Number of kinds of transfers that a rank reports per line of the log: those that took most of its time."""

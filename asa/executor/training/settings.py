@@ -30,7 +30,8 @@ class TrainSettings:
         keep: number of checkpoints that are kept.
         save_every_s: seconds of training after which a checkpoint is also written inside an epoch; None: never.
         trace_steps: number of steps recorded for a timeline, once the run is warm.
-        observe: whether every rank records its computation and its waiting for others (:mod:`asa.sharding.waits`).
+        observe: whether every rank records its computation and its waiting for others
+            (:mod:`asa.sharding.collectives.waits`).
         target_accuracy: validation figure, 0 to 1, to which time and cost are reported.
         price: price of one device for an hour, in any currency; costs are reported.
         tensorboard, track: trackers that get the run's curves (:mod:`asa.executor.training.trackers`).

@@ -46,6 +46,11 @@ class LossCounter:
         self._noted.append((losses.detach(), None, 1))
         self.rows += rows
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the newest loss is not finite. Waits for the device."""
+        return bool(self._noted) and not torch.isfinite(self._noted[-1][0]).all().item()
+
     def take(self) -> tuple[float, float, float]:
         """(loss, hits, rows): sums since the last call. Waits for the device."""
         noted, self._noted = self._noted, []

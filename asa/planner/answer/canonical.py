@@ -30,15 +30,15 @@ import numpy as np
 from asa.cost.pipeline import lower_bound, makespan
 from asa.cost.planned import StagePrice, price_stage
 from asa.cost.pricing import Way
-from asa.ir.layout import MOST_WEIGHT, lowest_terms
-from asa.ir.units import GIB
+from asa.ir.codec import hashed
+from asa.ir.layout import lowest_terms
 from asa.planner import clock
 from asa.planner.budget import ROUNDING as TIE
 from asa.planner.pipeline.kinds import kinds
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import difference, similar
-from asa.planner.space.space import TOLERANCE_GIB, Allowed
+from asa.planner.space.space import Allowed
 
 _SAMPLES = (16, 4, 1)
 """Numbers of samples by which the share of an unequal device is changed."""
@@ -78,20 +78,12 @@ def _changed(
     return after if price.cost.total_s <= limit_s and prices.fits(after) else before
 
 
-def _whole_weights(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """The smallest whole numbers in proportion to ``shares``; rounded where they would exceed ``MOST_WEIGHT``."""
-    scale = lcm(*(x.denominator for x in shares))
-    weights = lowest_terms(tuple(int(x * scale) for x in shares))
-    if max(weights, default=0) <= MOST_WEIGHT:
-        return weights
-    return lowest_terms(tuple(max(1, round(x * MOST_WEIGHT / max(shares))) for x in shares))
-
-
 def _even(number: float) -> float:
     """The number rounded to nine digits."""
     return float(f"{number:.9g}")
 
 
+@hashed
 @dataclass(frozen=True)
 class _Stage:
     """A stage of a candidate: everything its price depends on."""
@@ -141,8 +133,9 @@ class _Around:
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        moves = (self._relaid, self._partly, self._packed, self._recut, self._coarse, self._private, self._fewer)
-        for move in (*moves[self._turn :], *moves[: self._turn]):  # the kind that helped last comes first
+        moves = (self._packed, self._relaid, self._recut, self._private, self._partly, self._coarse, self._fewer)
+        last = moves[self._turn]  # the kind that helped last comes first, then those that are likely to help soon
+        for move in (last, *(x for x in moves if x != last)):
             for other in move(x):
                 if clock.counted() > until:
                     return None
@@ -164,14 +157,16 @@ class _Around:
         ]  # fmt: skip
 
     def _price_of(self, x: _Stage) -> StagePrice:
-        if x not in self._stages:
+        price = self._stages.get(x)
+        if price is None:
             pricer = self.prices.pricer(x.width, x.num_microbatches, x.busy, x.first)
             if (x.width, x.num_microbatches) not in self._widths:
                 self._widths.add((x.width, x.num_microbatches))
                 clock.count("pricer")
             clock.count("component", len(x.ways) * (3 if x.ways[0].layout.weights else 1))
-            self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
-        return self._stages[x]
+            price = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
+            self._stages[x] = price
+        return price
 
     def _needs(self, x: Candidate) -> tuple[float, ...]:
         """The first part of the order: ranks, stages, microbatches, work and peak of memory."""
@@ -197,7 +192,7 @@ class _Around:
         """Seconds of a step; infinite where the plan does not fit, or a lower bound exceeds ``most_s``."""
         parts = self._stages_of(x)
         clock.count("plan", len(parts) + len(x.ways) / 4)
-        if any(self._room(part) < -TOLERANCE_GIB * GIB for part in parts):
+        if any(self._room(part) < 0 for part in parts):
             return INF
         return self._step_s(x, parts, most_s)
 
@@ -266,7 +261,8 @@ class _Around:
                 if raised < 1 or lowered < 1:
                     continue
                 new = [raised if k == more else lowered if k == less else r for r, k in zip(rows, kind_of, strict=True)]
-                cut = _whole_weights(new)
+                scale = lcm(*(x.denominator for x in new))
+                cut = lowest_terms(tuple(int(x * scale) for x in new))
                 ways = tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in x.ways)
                 if all(self.space.enough(i, w.layout, x.num_microbatches) for i, w in enumerate(ways)):
                     yield replace(x, ways=ways)

@@ -36,10 +36,11 @@ _ALL = "every worker waits in every step"
 
 @noun
 class TimeToTarget:
-    """Seconds to the target. ``mean_s`` is the mean number of steps over seeds times the predicted step time; ``low_s``
-    and ``high_s`` are those of the lowest and the highest of both; ``cost`` is that of ``mean_s``. None: unknown."""
+    """Seconds to the target. ``median_s`` is the median number of steps over seeds times the predicted step time;
+    ``low_s`` and ``high_s`` are those of the lowest and the highest of both; ``cost`` is that of ``median_s``. None:
+    unknown."""
 
-    mean_s: float | None
+    median_s: float | None
     low_s: float | None
     high_s: float | None
     cost: float | None = None
@@ -81,7 +82,7 @@ class ConsistencyRow:
 
 @noun
 class Consistency:
-    """The table. ``fastest`` has the shortest step of those that fit; ``first`` reaches the target first on average.
+    """The table. ``fastest`` has the shortest step of those that fit; ``first`` reaches the target first by the median.
     ``surely``: the slowest of 3 or more seeds of ``first`` is faster than the fastest of synchronous training, at their
     predicted step times, since an error of the machine's speed is common to both."""
 
@@ -124,8 +125,8 @@ def compare(
         disciplines = [parse(text) for text in texts]
         rows += [judged.discipline(d) for d in disciplines]
     ready = [r for r in rows if r.fits and r.step_time_s is not None]
-    with_target = [r for r in ready if r.time_to_target is not None and r.time_to_target.mean_s is not None]
-    first = min(with_target, key=_mean, default=None)
+    with_target = [r for r in ready if r.time_to_target is not None and r.time_to_target.median_s is not None]
+    first = min(with_target, key=_median, default=None)
     return Consistency(
         rows=tuple(rows),
         fastest=min(ready, key=lambda r: r.step_time_s or math.inf).name if ready else "",
@@ -142,9 +143,9 @@ def _aged(row: ConsistencyRow, played: Played) -> ConsistencyRow:
     return replace(row, mean_age=played.mean_age, max_age=played.max_age, waited=waited, rejected=played.rejected)
 
 
-def _mean(r: ConsistencyRow) -> float:
+def _median(r: ConsistencyRow) -> float:
     assert r.time_to_target is not None
-    return r.time_to_target.mean_s or math.inf
+    return r.time_to_target.median_s or math.inf
 
 
 def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
@@ -285,7 +286,7 @@ class _Judge:
             return replace(row, unknown=unknown)
         if steps.reached == 0:
             unknown = "no run reached it"
-        elif steps.mean is None or steps.high is None:
+        elif steps.median is None or steps.high is None:
             unknown = f"{steps.reached} of {steps.seeds} seeds reached it"
         else:
             unknown = ""
@@ -296,7 +297,7 @@ class _Judge:
         return replace(
             row, steps=steps, unknown=unknown,
             time_to_target=TimeToTarget(
-                mean_s=seconds(steps.mean, row.step_time_s), low_s=seconds(steps.low, row.step_time_low_s),
+                median_s=seconds(steps.median, row.step_time_s), low_s=seconds(steps.low, row.step_time_low_s),
                 high_s=seconds(steps.high, row.step_time_high_s),
             ),
         )  # fmt: skip

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
+from asa.cost.memory.peak import libraries
 from asa.cost.planned import Price, disciplined, price_plan
 from asa.cost.step import StepCost
 from asa.errors import AsaError, InfeasibleError, UsageError
@@ -21,25 +22,6 @@ from asa.planner.pipeline.whole import row
 from asa.planner.space import consistency
 from asa.planner.space.candidate import Prices
 from asa.planner.space.request import Request
-
-
-def requested_discipline(request: Request) -> Discipline | None:
-    """The discipline that ``request`` names, or None.
-
-    Raises:
-        UsageError: it is malformed, or one of several strategies.
-    """
-    strategies = request.strategies or ()
-    disciplines = [s for s in strategies if is_discipline(s)]
-    if not disciplines:
-        return None
-    discipline = parse(disciplines[0])
-    if len(disciplines) > 1 or (len(strategies) > 1 and discipline.groups is None):
-        raise UsageError(
-            f"{disciplines[0]} runs where it is asked for by name and is not chosen among {len(strategies)} "
-            f"strategies; ask for --strategies {disciplines[0]} alone, or compare them with asa bench"
-        )
-    return discipline
 
 
 def planned(
@@ -102,10 +84,10 @@ def _remembering(plan: Plan, prices: Prices) -> Plan:
     """
     space = prices.space
     price = price_plan(plan, space.profile, space.cluster, space.strategies)
-    free = space.capacity(plan.num_processes)
+    free, more = space.capacity(plan.num_processes), libraries(space.cluster.device)
     if price.peak.total > free:
         raise InfeasibleError(
-            f"{plan.consistency} needs {binary(price.peak.total)} on a rank, and {binary(free)} can be "
+            f"{plan.consistency} needs {binary(price.peak.total + more)} on a rank, and {binary(free + more)} can be "
             "used; take a smaller --global-batch, more devices, or a discipline that holds fewer copies of the weights"
         )
     memory = memory_of(price, space.cluster, [len(s.ranks) for s in plan.stages])

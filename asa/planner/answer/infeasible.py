@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, takewhile
 
 import numpy as np
 
-from asa.cost.memory.peak import needed, usable
+from asa.cost.memory.peak import libraries, needed, usable
 from asa.cost.planned import Price
 from asa.errors import InfeasibleError
 from asa.ir.codec import noun
@@ -40,16 +40,16 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     """Whether no plan fits even without activations: state, gradients and gathered weights alone are too much.
 
     A quick test: True is certain, False is not. Every component takes its least state, and one at a time takes what it
-    needs to compute, in stages of every width and any split of the components over them.
+    needs to compute, in stages of every width and any split of the components over them. Gradients of those in front of
+    it may not exist yet.
     """
     space, n = prices.space, len(prices.space.profile.graph)
     if overfull(space):
         return True
-    least_bytes: dict[int, list[tuple[float, float]]] = {}
+    least_bytes: dict[int, list[tuple[float, float, float]]] = {}
     for width in space.single_widths():
         least_bytes[width] = [_least_component_bytes(prices, i, width, allowed) for i in range(n)]
-        working = max(w for _, w in least_bytes[width])
-        if working < float("inf") and sum(h for h, _ in least_bytes[width]) + working <= space.capacity(width):
+        if max(_least_peaks(least_bytes[width])) <= space.capacity(width):
             return False
     if not space.schedules or space.request.gpus < 2:
         return True
@@ -59,30 +59,34 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     fewest = [float("inf")] * n + [0.0]
     for i in range(n - 1, -1, -1):
         for width, rows in least_bytes.items():
-            state = working = 0.0
-            for stop in range(i, n):
-                state, working = state + rows[stop][0], max(working, rows[stop][1])
-                if state + working > free:
-                    break
-                fewest[i] = min(fewest[i], width + fewest[stop + 1])
+            for stop, _ in enumerate(takewhile(lambda peak: peak <= free, _least_peaks(rows[i:])), i + 1):
+                fewest[i] = min(fewest[i], width + fewest[stop])
     return fewest[0] > space.request.gpus
 
 
-def _least_component_bytes(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float]:
-    """Bytes of a component's least state and gradients, and the least it needs beyond these while it computes."""
+def _least_peaks(rows: Iterable[tuple[float, float, float]]) -> Iterator[float]:
+    """Bytes that stages of the first component, of the first two and so on hold at least at their peak. ``rows``: see
+    :func:`_least_component_bytes`."""
+    state = peak = 0.0
+    for own, held, working in rows:
+        peak, state = max(peak + held, state + working), state + own
+        yield peak
+
+
+def _least_component_bytes(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float, float]:
+    """The least bytes of a component: of its state, of its state with gradients, and of all that it holds while it
+    computes, without activations."""
     space, pricer = prices.space, prices.pricer(width, 1)
     component = space.profile.graph.components[index]
-    needs = []
+    least = float("inf"), float("inf"), float("inf")
     for way in space.ways(index, width, 1, allowed):
         share = space.strategies.tensor[way.tensor.strategy].share(component, way.layout.tensor)
         data = space.strategies.data[way.data.strategy].of(way.data)
         gathered = data.memory(share, way.layout.data, space.request.optimizer).transient
-        footprint = pricer.component(index, way).footprint
-        needs.append((footprint.state + footprint.gradients, gathered))
-    if not needs:
-        return float("inf"), float("inf")
-    least = min(held for held, _ in needs)
-    return least, min(held + gathered for held, gathered in needs) - least
+        footprint = pricer.cost(index, way).footprint
+        held = footprint.state + footprint.gradients
+        least = min(least[0], footprint.state), min(least[1], held), min(least[2], held + gathered)
+    return least
 
 
 def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
@@ -105,17 +109,17 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     more = _more_devices(space)
     if more is not None:
         options.append(f"--gpus {more}")
-    reserved = total - usable(space.cluster.device, total, ranks)
+    held, reserved = libraries(space.cluster.device), total - usable(space.cluster.device, total, ranks)
     if total <= reserved:
         advice = f"; try {' or '.join(options)}" if options else ""
         return InfeasibleError(
             f"no plan fits: the context of the device and the allocator take {binary(reserved)} without any "
             f"model; devices have {binary(total)}{advice}"
         )
-    deduction = f" (less {binary(reserved)} for the context and the allocator)" if reserved > 0 else ""
+    deduction = f" (less {binary(reserved - held)} for the context and the allocator)" if reserved > 0 else ""
     advice = f"; try {' or '.join(options)}" if options else "; the model is too large for any device"
     return InfeasibleError(
-        f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {binary(peak.total)} in its "
+        f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {binary(peak.total + held)} in its "
         f"backward ({binary(peak.state)} state, {binary(peak.activations)} activations) in the plan "
         f"that needs least memory on up to {request.gpus} devices, {_in_words(smallest.candidate)}; devices have "
         f"{binary(total)}{deduction}{advice}"
@@ -154,7 +158,12 @@ def _memory_option(memory: float) -> list[str]:
 
 
 def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
-    """Plans of one whole strategy for every number of microbatches that it and the pins allow."""
+    """Plans of one whole strategy for every number of microbatches that it and the pins allow. For the best uniform
+    split, these are stages of all devices that split only the batch, with and without recomputation."""
+    if name == baselines.BEST_AGAIN:
+        plain = ("ddp", "zero1", "zero2", "fsdp") if prices.space.request.gpus > 1 else ("single",)
+        yield from (c for n in plain for again in ("", baselines.AGAIN) for c in _uniform(n + again, prices))
+        return
     try:
         for candidate in baselines.candidates(name, prices):
             if all(prices.space.pinned(i, way) for i, way in enumerate(candidate.ways)):
@@ -281,10 +290,13 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
     space, n = prices.space, len(prices.space.profile.graph)
     if "1f1b" not in space.schedules:
         return
-    staged = StagedSpace(prices, allowed, every=True)
+    staged, kinds = StagedSpace(prices, allowed, every=True), space.cluster.kinds(space.request.gpus)
     for stages in range(2, min(space.request.gpus, n) + 1):
         width = space.request.gpus // stages
         for w in sorted({width, 2 ** (width.bit_length() - 1)}):
+            firsts = range(0, stages * w, w)
+            if not all(space.placed(a, w) and len(set(kinds[a : a + w])) == 1 for a in firsts):
+                continue  # a stage of several has devices of one kind, inside a node or in whole ones
             counts = [m for m in space.microbatches() if m <= MOST_IN_A_PIPELINE]
             least = next((m for m in counts if staged.chain(w, m) is not None), None)
             many = next((m for m in reversed(counts) if staged.chain(w, m) is not None), None)

@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 from asa.cost.constants import constant
 from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import libraries
 from asa.cost.planned import Price, price_plan
 from asa.cost.work.spread import Z90, drift
 from asa.interfaces.strategy import Strategies
@@ -62,20 +63,15 @@ def predict(
 def memory_of(price: Price, cluster: Cluster, widths: Sequence[int]) -> tuple[int, ...]:
     """Peak bytes of active memory on every rank of stages of ``widths`` ranks."""
     return tuple(
-        math.ceil(stage.peak_of(place) + _libraries(cluster))
+        math.ceil(stage.peak_of(place) + libraries(cluster.device))
         for stage, width in zip(price.stages, widths, strict=True)
         for place in range(width)
     )
 
 
-def _libraries(cluster: Cluster) -> float:
-    """Bytes of library workspaces that the allocator counts on every rank, beside those of the training itself."""
-    return constant("cuda_workspace_bytes") if cluster.device.type == "cuda" else 0.0
-
-
 def memory_max(price: Price, cluster: Cluster) -> int:
     """Bytes of active memory on the rank that holds most."""
-    return math.ceil(max(s.most for s in price.stages) + _libraries(cluster))
+    return math.ceil(max(s.most for s in price.stages) + libraries(cluster.device))
 
 
 def noise(one: Price, other: Price) -> float:

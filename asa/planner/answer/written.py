@@ -16,6 +16,8 @@ from asa.planner.pipeline.whole import StrategyRow
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
 
+_BUSY = 0.1
+"""Share of a core that other processes had while a model was profiled, above which a plan says so."""
 _DRAWN = 3_000
 """Most components of all finalists together whose errors are drawn; models with more have fewer finalists."""
 
@@ -126,19 +128,18 @@ def _stages(candidate: Candidate) -> tuple[Stage, ...]:
 def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
     """The notes on ``candidate``, a sentence each."""
     space, request = prices.space, prices.space.request
-    notes = []
+    norms, notes = any(c.batch_norm for c in space.profile.graph.components), []
     if candidate.ranks == 1 < request.gpus:
         notes.append(f"one device is faster than {request.gpus} here: use one")
     elif candidate.ranks < request.gpus:
-        notes.append(f"{candidate.ranks} of {request.gpus} devices are faster than all of them")
-    if candidate.num_microbatches > 1 and len(candidate.widths) > 1:
-        if _normalises(space):
-            notes.append(f"BatchNorm normalises each of the {candidate.num_microbatches} microbatches by itself")
-    elif candidate.num_microbatches > 1:
-        notes.append(
-            f"{candidate.num_microbatches} microbatches, because one does not fit"
-            + ("; BatchNorm normalises each by itself" if _normalises(space) else "")
-        )
+        busy = "; stages are priced with all of them busy" if len(candidate.widths) > 1 else ""
+        notes.append(f"{candidate.ranks} of {request.gpus} devices are faster than all of them{busy}")
+    if len(candidate.widths) > 1 and candidate.num_microbatches > 1 and norms:
+        notes.append(f"BatchNorm normalises each of the {candidate.num_microbatches} microbatches by itself")
+    elif len(candidate.widths) == 1 < candidate.num_microbatches:
+        why = "as asked for" if request.microbatches else "because the fastest way to run one does not fit"
+        why += "; BatchNorm normalises each by itself" * norms
+        notes.append(f"{candidate.num_microbatches} microbatches, {why}")
     if request.compression != "none":
         notes.append(
             f"gradients travel as {request.compression}: training is not that of one device, `asa verify` says by how "
@@ -152,6 +153,8 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
     if why := space.profile.provenance.disturbed:
         notes.append(f"{why} while the model was profiled: times are treated as estimates")
+    if (share := space.profile.provenance.others_share) > _BUSY:
+        notes.append(f"other processes had {share:.0%} of a core during the profile: its times are less certain")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
     return (*notes, *space.profile.graph.notes)
@@ -177,7 +180,3 @@ def _unequal(space: Space, candidate: Candidate) -> list[str]:
         shares.append(f"rank {first} {share}" if count == 1 else f"ranks {first} to {first + count - 1} {share} each")
         first += count
     return [*notes, f"unequal devices: of a batch {', '.join(shares)}"]
-
-
-def _normalises(space: Space) -> bool:
-    return any(c.batch_norm for c in space.profile.graph.components)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class Climber:
         self._ways: dict[tuple[object, ...], list[Way]] = {}
         self._sent: dict[tuple[object, ...], tuple[float, float]] = {}
         self._values: dict[PipelineOutline, float] = {}
+        self._optima = set[PipelineOutline]()
         self.neighbours = Neighbours(sketch)
 
     def seconds(self, x: PipelineOutline, below: float = INF) -> float:
@@ -134,7 +136,7 @@ class Climber:
     def climb(self, x: PipelineOutline, ends: float) -> PipelineOutline:
         """A local optimum: neighbours of ``x`` are taken as long as one is faster."""
         value, moved = self.seconds(x), True
-        while moved:
+        while moved and x not in self._optima:
             moved = False
             for other in self.neighbours.of(x):
                 if clock.counted() > ends:
@@ -143,6 +145,7 @@ class Climber:
                 if seconds < value * (1 - 1e-6):
                     x, value, moved = other, seconds, True
                     break
+        self._optima.add(x)
         return x
 
 
@@ -171,6 +174,7 @@ class Neighbours:
             yield from self._joined(x)
             yield from self._halved(x)
             yield from self._cut_elsewhere(x, 2)
+            yield from self._cuts_in_a_row(x)
 
     def _cut_elsewhere(self, x: PipelineOutline, far: int) -> Iterator[PipelineOutline]:
         ends = (*x.starts, self.n)
@@ -178,6 +182,15 @@ class Neighbours:
             for start in (x.starts[s] - far, x.starts[s] + far):
                 if ends[s - 1] < start < ends[s + 1] and self.space.profile.graph.cuttable(start):
                     yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
+
+    def _cuts_in_a_row(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
+        """Outlines with several cuts in a row moved by one component."""
+        ends, able = (*x.starts, self.n), self.space.profile.graph.cuttable
+        for s, t in combinations(range(1, len(ends)), 2):
+            for by in (-1, 1) if t > s + 1 else ():
+                moved = [c + by for c in x.starts[s:t]]
+                if ends[s - 1] < moved[0] and moved[-1] < ends[t] and all(map(able, moved)):
+                    yield replace(x, starts=(*x.starts[:s], *moved, *x.starts[t:]))
 
     def _offered(self, w: int, m: int) -> list[StageStyle]:
         return [x for x in self.sketch.styles(w, m, save_memory=True) if not x.checkpoint]

@@ -35,8 +35,6 @@ FINE = 1000
 """Weight of the fastest rank, where weights are in proportion to speed."""
 _COUNTED = 200
 """Samples of a rank up to which each number is tried, and about so many beyond."""
-_ASKED = 3
-"""Plans that are priced in full, the fastest first, until one fits."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +47,15 @@ class _Split:
     num_microbatches: int
     starts: tuple[int, ...]
     least_s: float
-    """Lower bound by compute alone."""
+    """Lower bound by compute alone; of a single stage, at least that of fewer microbatches."""
 
 
-def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float = 0.0) -> Candidate | None:
-    """The fastest such plan on all devices that fits and is ``allowed``, or None. Splits are priced until the time
-    ``until``, or for ``first`` more seconds as long as none fits. Unequal devices form one stage."""
+def practice(
+    prices: Prices, allowed: Allowed, until: float = INF, first: float = 0.0
+) -> tuple[Candidate | None, float]:
+    """The fastest such plan on all devices that fits and is ``allowed``, or None; and a lower bound in seconds on those
+    that were not tried, infinite if all were. Splits are priced until the time ``until``, or for ``first`` more seconds
+    as long as none fits. Unequal devices form one stage."""
     gpus = prices.space.request.gpus
     if prices.space.cluster.unequal:
         return _fastest(_single_stages(prices, allowed, (gpus,)), INF, until, first)
@@ -65,30 +66,30 @@ def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float 
 def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Candidate | None:
     """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds. The search proper
     comes to narrow stages late, since it begins with the lowest bounds by compute."""
-    plan = _fastest(_single_stages(prices, allowed, _widths(prices.space)), below, until)
-    return plan if plan is not None and prices.of(plan).cost.total_s < below else None
+    return _fastest(_single_stages(prices, allowed, _widths(prices.space)), below, until)[0]
 
 
 def _fastest(
     splits: Iterable[tuple[Sketch, _Split]], below: float, until: float, first: float = 0.0
-) -> Candidate | None:
-    plans = list[tuple[float, int, Sketch, Candidate]]()
-    all_kept = set[tuple[Sketch, int, int]]()
+) -> tuple[Candidate | None, float]:
+    best, all_kept = None, set[tuple[Sketch, int, int]]()
     for sketch, split in sorted(splits, key=lambda x: x[1].least_s):
-        if split.least_s >= below or clock.counted() > (until if plans else until + first):
+        if split.least_s >= below:
             break
+        if clock.counted() > (until if best else until + first):
+            return best, split.least_s
         key = (sketch, split.d, split.t)
         if split.p == 1 and key in all_kept:  # more microbatches only save memory
             continue
         for seconds, candidate in _plans(sketch, split, below):
-            plans.append((seconds, len(plans), sketch, candidate))
-            below = min(below, seconds)
+            if seconds < below:
+                taken_s = sketch.prices.of(candidate).cost.total_s
+                if taken_s >= below or not sketch.prices.fits(candidate):
+                    continue
+                best, below = candidate, taken_s
             if all(w.data.strategy == "replicate" and not w.checkpoint for w in candidate.ways):
                 all_kept.add(key)
-    for _, _, sketch, candidate in sorted(plans, key=lambda x: x[:2])[:_ASKED]:
-        if sketch.prices.fits(candidate):
-            return candidate
-    return None
+    return best, INF
 
 
 def _widths(space: Space) -> list[int]:
@@ -115,9 +116,11 @@ def _single_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> It
             sketch = Sketch(view, allowed, INF, w)
             most = min(w, max(_MOST_SPLIT, space.cluster.node)) if "tensor" in space.strategies.tensor else 1
             for t in (t for t in range(1, most + 1) if w % t == 0):
+                least_s = 0.0
                 for m in space.microbatches():
                     if sketch.possible(w, m, StageStyle(w // t, t, "replicate", False)).all():
-                        yield sketch, _Split(w // t, t, 1, m, (0,), m * sum(view.compute(w, m, w)))
+                        least_s = max(least_s, m * sum(view.compute(w, m, w)))
+                        yield sketch, _Split(w // t, t, 1, m, (0,), least_s)
 
 
 def quickest(prices: Prices, width: int) -> tuple[int, ...]:
@@ -151,14 +154,16 @@ def _splits(prices: Prices) -> Iterator[_Split]:
         if t > 1 and "tensor" not in space.strategies.tensor:
             continue
         for p in (p for p in range(1, gpus // t + 1) if gpus % (t * p) == 0 and p <= len(cuts)):
-            d = gpus // t // p
+            d, least_s = gpus // t // p, 0.0
             if not all(space.placed(s * d * t, d * t) for s in range(p)):
                 continue
             for m in space.microbatches():
                 if p > 1 and (schedule is None or m > MOST_IN_A_PIPELINE or schedule.refusal(p, m)):
                     continue
                 if all(space.enough_samples(i, d, m) for i in range(n)):
-                    yield _balanced(prices, d, t, p, m, cuts)
+                    split = _balanced(prices, d, t, p, m, cuts)
+                    least_s = max(least_s, split.least_s) if p == 1 else split.least_s
+                    yield replace(split, least_s=least_s)
 
 
 def _balanced(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) -> _Split:
@@ -205,8 +210,7 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     sizes = {layout: pricer.times.sizes(samples, layout.tensor)[0] for layout, samples in local.items()}
     saved = np.array([sizes[w.layout][i] for i, w in enumerate(ways)])
     each = [c.output_bytes_per_sample for c in sketch.graph.components]
-    outputs = np.array([local[w.layout] * size for w, size in zip(ways, each, strict=True)])
-    saved = margin() * np.minimum(saved, outputs)
+    saved = margin() * np.minimum(saved, [local[w.layout] * size for w, size in zip(ways, each, strict=True)])
     state, added, saved = (np.add.reduceat(v, x.starts) for v in (state, added, saved))
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     flights = np.array([1 if schedule is None else schedule.in_flight(s, x.p, m) for s in range(x.p)])
@@ -218,8 +222,7 @@ def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple
     """Seconds of a step, and the configuration of each stage, with as few components recomputed as fit; None where none
     fits, or where the lower bound is ``below`` seconds or more."""
     space, m, times, chosen = sketch.space, x.num_microbatches, [], list[Uniform]()
-    uniform = sketch.uniform(x.d * x.t, m, style)
-    room = space.capacity(sketch.gpus)
+    uniform, room = sketch.uniform(x.d * x.t, m, style), space.capacity(sketch.gpus)
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     for s, (a, b) in enumerate(zip(x.starts, (*x.starts[1:], sketch.n), strict=True)):
         flight = 1 if schedule is None else schedule.in_flight(s, x.p, m)

@@ -92,7 +92,7 @@ class Sketch:
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._ways: dict[tuple[int, int, StageStyle], Way] = {}
-        self._allowed: dict[tuple[int, StageStyle], tuple[Any, list[Layout]]] = {}
+        self._allowed: dict[tuple[int, StageStyle], tuple[Any, tuple[Layout, ...], Any]] = {}
 
     def _cuts(self) -> list[int]:
         inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
@@ -290,10 +290,10 @@ class Sketch:
         if (w, x) not in self._allowed:
             ways = [self.way(i, w, x) for i in range(self.n)]
             allowed = np.array([self.allowed(i, way) for i, way in enumerate(ways)])
-            self._allowed[w, x] = allowed, [way.layout for way in ways]
-        allowed, layouts = self._allowed[w, x]
-        samples = {layout: self.space.samples(layout, m) for layout in set(layouts)}
-        return allowed & (np.array([samples[layout] for layout in layouts]) >= self.prices.fewest)
+            number = {layout: k for k, layout in enumerate(dict.fromkeys(way.layout for way in ways))}
+            self._allowed[w, x] = allowed, tuple(number), np.array([number[way.layout] for way in ways])
+        allowed, layouts, number = self._allowed[w, x]
+        return allowed & (np.array([self.space.samples(y, m) for y in layouts])[number] >= self.prices.fewest)
 
     def _layout(self, w: int, data: int, tensor: int) -> Layout:
         return Layout(width=w, data=data, tensor=tensor, weights=self.space.weights.get(w, ()))

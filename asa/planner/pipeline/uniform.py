@@ -35,12 +35,15 @@ class Uniform:
     @cached_property
     def _between(self) -> Any:
         """Costs of the boundary in front of each component inside a stage: rows of :func:`_numbers` x component."""
-        costs = np.zeros((6, len(self.ways)))
+        costs, known, fronts = np.zeros((6, len(self.ways))), dict[object, Any](), self.pricer.states.fronts
         for i in range(1, len(self.ways)):
             source, target = self.ways[i - 1].layout, self.ways[i].layout
             if source == target and target.data == target.width:
                 continue  # every rank has whole samples of its own on both sides
-            costs[:, i] = _numbers(self.pricer.edges.boundary(i, source, target))
+            key = (fronts[i], id(source), id(target))
+            if key not in known:
+                known[key] = _numbers(self.pricer.edges.boundary(i, source, target))
+            costs[:, i] = known[key]
         return costs
 
     def mixed(self, other: Uniform, which: Sequence[int]) -> Uniform:
@@ -98,7 +101,7 @@ class Uniform:
         sp, sc = self.overlap.compute_slowdown, self.overlap.communication_slowdown
         longer, overlapped = float(x.bucket[stage].sum()), sc * sync
         if self.overlap.saving >= 0:
-            release = np.maximum(np.array(self.pricer.releases[stage]) - start, 0)
+            release = np.maximum(np.array(self.pricer.states.released[stage]) - start, 0)
             overlapped = side_by_side(x.window[stage], x.prompt[stage], x.late[stage], release, sp, sc)
             longer += overlapped * (1 - 1 / sp)
         once = float(x.once[stage].sum()) + sync + wrapper - self.overlap.saving * overlapped - longer

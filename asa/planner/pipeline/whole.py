@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from asa.cost.menu import Menu
-from asa.cost.pipeline import makespan
 from asa.cost.planned import Price
 from asa.ir.codec import noun
 from asa.ir.consistency import parse
 from asa.ir.plan import TOO_SLOW
-from asa.ir.units import GIB, binary
 from asa.planner import clock
 from asa.planner.pipeline.practice import practice
-from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space import baselines, consistency
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import TOLERANCE_GIB
 
-_MANY = 30
-"""Components beyond which numbers of microbatches are compared by :class:`Quick`."""
 _SPLITS = 20
 """Uniform splits beyond which a split is not priced where its compute alone takes longer than another split."""
 _PRACTICE = 0.25
@@ -33,13 +24,15 @@ _PAST = 1.1
 
 @noun
 class StrategyRow:
-    """A whole-model strategy with its price; the candidate is None where it cannot be run."""
+    """A whole-model strategy with its price; the candidate is None where it cannot be run. ``bound_s``: a lower bound
+    in seconds on its plans that were not priced, infinite if all that could be faster were."""
 
     name: str
     candidate: Candidate | None
     price: Price | None
     fits: bool
     why_not: str = ""
+    bound_s: float = float("inf")
 
     @property
     def seconds(self) -> float:
@@ -53,6 +46,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
     members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
     single = [n for n in names if n not in ("asa", "hybrid")]
+    asked = {*wanted, *(members if "hybrid" in wanted else ())}
     at_least = dict.fromkeys(single, 0.0)
     if len(members) > _SPLITS and not space.request.pins and space.request.top_k == 1 and not space.cluster.unequal:
         at_least |= {n: baselines.at_least(n, prices) for n in members - {*wanted, "ddp"} if n in at_least}
@@ -61,9 +55,11 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     for name in sorted(single, key=at_least.__getitem__):
         if at_least[name] > 0 and (at_least[name] > fastest or clock.counted() > until):
             why = TOO_SLOW if at_least[name] > fastest else UNPRICED
-            row_of[name] = StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=why)
+            row_of[name] = StrategyRow(
+                name=name, candidate=None, price=None, fits=False, why_not=why, bound_s=at_least[name]
+            )
             continue
-        row_of[name] = row(name, prices)
+        row_of[name] = row(name, prices, thorough=name in asked)
         if name in members and row_of[name].fits:
             fastest = min(fastest, row_of[name].seconds)
     rows = [row_of[n] for n in single]
@@ -87,85 +83,50 @@ def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
     ]
 
 
-def row(name: str, prices: Prices) -> StrategyRow:
+def row(name: str, prices: Prices, *, thorough: bool = False) -> StrategyRow:
     """One whole-model strategy: a single stage with the fewest microbatches that fit (one where none do), or a pipeline
-    with the number that makes it fastest."""
+    with the number that makes it fastest. Unless ``thorough``, numbers beyond one that is far slower are left out."""
     if name == baselines.BEST_AGAIN:
         return _practised(prices)
     first: Candidate | None = None
     best: tuple[float, Candidate] | None = None
-    quick = Quick(prices) if len(prices.space.profile.graph) > _MANY and not prices.space.cluster.unequal else None
     try:
         for candidate in baselines.candidates(name, prices):
             if best is not None and prices.at_least(candidate) > _PAST * best[0]:
+                if thorough:
+                    continue
                 break
-            several = len(candidate.widths) > 1
-            if quick is not None and several:
-                seconds, peak = quick.of(candidate)
-            else:
-                seconds, peak = prices.of(candidate).cost.total_s, prices.of(candidate).peak.total
+            seconds, peak = prices.of(candidate).cost.total_s, prices.of(candidate).peak.total
             first = first or candidate
-            if peak <= _limit(prices, candidate) and (best is None or seconds < best[0]):
+            if peak <= prices.capacity(candidate) and (best is None or seconds < best[0]):
                 best = seconds, candidate
-            if best is not None and (not several or seconds > _PAST * best[0]):
+            if best is not None and (len(candidate.widths) == 1 or (seconds > _PAST * best[0] and not thorough)):
                 break
-            if best is None and quick is None and _overfull(prices, candidate):
+            if best is None and _overfull(prices, candidate):
                 break
     except baselines.Unavailable as reason:
         return StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
     chosen = first if best is None else best[1]
     assert chosen is not None
-    price, free = prices.of(chosen), prices.capacity(chosen)
     fits = prices.fits(chosen)
-    rest = f" of {binary(free)}" if free > 0 else ", and the context of the device leaves nothing of its memory"
-    why = "" if fits else f"{binary(price.peak.total)}{rest}"
-    return StrategyRow(name=name, candidate=chosen, price=price, fits=fits, why_not=why)
+    why = "" if fits else prices.lacking(chosen)
+    return StrategyRow(name=name, candidate=chosen, price=prices.of(chosen), fits=fits, why_not=why)
 
 
 def _practised(prices: Prices) -> StrategyRow:
     """The best uniform split of all devices, with as much recomputation as memory requires."""
     limit_s = prices.space.request.time_limit_s
     until = clock.counted() + _PRACTICE * limit_s
-    plan = practice(prices, prices.space.pinned, until, (1 - _PRACTICE) * limit_s)
-    if plan is None:
-        return StrategyRow(
-            name=baselines.BEST_AGAIN, candidate=None, price=None, fits=False, why_not="no uniform split fits"
-        )
-    return StrategyRow(name=baselines.BEST_AGAIN, candidate=plan, price=prices.of(plan), fits=True)
-
-
-def _limit(prices: Prices, candidate: Candidate) -> float:
-    return prices.capacity(candidate) + TOLERANCE_GIB * GIB
+    plan, bound_s = practice(prices, prices.space.pinned, until, (1 - _PRACTICE) * limit_s)
+    why = "" if plan else "no uniform split fits" if bound_s == float("inf") else UNPRICED
+    price = prices.of(plan) if plan else None
+    return StrategyRow(
+        name=baselines.BEST_AGAIN, candidate=plan, price=price, fits=plan is not None, why_not=why, bound_s=bound_s
+    )
 
 
 def _overfull(prices: Prices, candidate: Candidate) -> bool:
     """Whether parameters and optimizer state exceed memory for any number of microbatches: those of a single stage, or
     of one component of a pipeline, whose cuts may move."""
     states = [c.footprint.state for c in prices.of(candidate).components]
-    return (sum(states) if len(candidate.widths) == 1 else max(states)) > _limit(prices, candidate)
-
-
-class Quick:
-    """Step seconds and highest peak bytes of pipelines that run all components of a stage alike, on equal devices. It
-    serves models of thousands of components: all are priced together for any number of microbatches."""
-
-    def __init__(self, prices: Prices) -> None:
-        self.prices = prices
-        self._menus: dict[tuple[object, ...], Menu] = {}
-
-    def of(self, candidate: Candidate) -> tuple[float, float]:
-        """Step seconds and peak bytes, about as by :meth:`asa.planner.space.candidate.Prices.of`."""
-        prices, m, width = self.prices, candidate.num_microbatches, candidate.widths[0]
-        pricer = prices.pricer(width, m, prices.busy(candidate))
-        if (width, candidate.ways) not in self._menus:
-            self._menus[width, candidate.ways] = prices.menu_of(pricer, [[w] for w in candidate.ways])
-        priced = self._menus[width, candidate.ways].priced(pricer, np.arange(len(candidate.ways)))
-        uniform = Uniform(pricer, prices.space.cluster.overlap, candidate.ways, priced)
-        p, schedule = len(candidate.widths), prices.space.strategies.schedules[candidate.schedule]
-        ends = zip(candidate.starts, (*candidate.starts[1:], len(candidate.ways)), strict=True)
-        stages = [uniform.stage(a, b, schedule.in_flight(s, p, m)) for s, (a, b) in enumerate(ends)]
-        moves = [
-            pricer.handover(a, candidate.ways[a - 1].layout, candidate.ways[a].layout, s * width)
-            for s, a in enumerate(candidate.starts) if s
-        ]  # fmt: skip
-        return makespan([times for times, _ in stages], moves, schedule, m), max(peak for _, peak in stages)
+    return (sum(states) if len(candidate.widths) == 1 else max(states)) > prices.capacity(candidate)

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Literal
 
 from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import libraries
 from asa.cost.planned import Price
 from asa.cost.step import StepCost
 from asa.errors import UsageError
@@ -18,7 +19,6 @@ from asa.ir.codec import noun
 from asa.ir.consistency import is_discipline, parse
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile
-from asa.ir.units import binary
 from asa.planner.answer.prediction import noise
 from asa.planner.pipeline.whole import row
 from asa.planner.search import search
@@ -171,8 +171,8 @@ def explain(
         overlap_s=price.cost.overlap_s,
         hidden_s=price.cost.hidden_s,
         peak_component=plan.components[price.peak.index].name,
-        peak_bytes=price.peak.total,
-        capacity_bytes=max(0.0, capacity),
+        peak_bytes=price.peak.total + libraries(cluster.device),
+        capacity_bytes=max(0.0, capacity + libraries(cluster.device)),
         binding="memory" if tight else "communication" if exposed else "compute",
     )
 
@@ -221,13 +221,12 @@ def why_not(
         return Difference(other=other, plan_s=price.cost.total_s, why_not=reason)
     rival_price = prices.of(rival)
     fits = prices.fits(rival)
-    lacking = f"{binary(rival_price.peak.total)} of {binary(max(0.0, prices.capacity(rival)))}"
     return Difference(
         other=other,
         plan_s=price.cost.total_s,
         other_s=rival_price.cost.total_s,
         fits=fits,
-        why_not="" if fits else lacking,
+        why_not="" if fits else prices.lacking(rival),
         terms=_terms(price, rival_price),
         changed=_changed(plan, candidate, rival),
         remark=_MET if "=" in other and rival.key == candidate.key else _remark(price, rival_price) if fits else "",

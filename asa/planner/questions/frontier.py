@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.memory.peak import needed
+from asa.cost.memory.peak import libraries, needed
 from asa.errors import InfeasibleError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
@@ -37,7 +37,6 @@ CIFAR_SAMPLES = 50_000
 _RUNS = 3
 """Most runs of neighbouring components that are named."""
 _BOUNDLESS = 2**60
-_ROOM = 1.0005  # solvers take limits in GiB, with a tolerance
 
 
 @noun
@@ -105,7 +104,7 @@ def against_memory(
     plans = [_faster(plan(profile, cluster, strategies, unlimited, known=prices)[0], answer)]
     least = leanest(prices, prices.space.pinned)
     top = _limit(plans[0], cluster)
-    floor = top if least is None else _ceil(needed(cluster.device, least.price.peak.total, least.candidate.ranks))
+    floor = top if least is None else needed(cluster.device, least.price.peak.total, least.candidate.ranks)
     for done, limit in enumerate(_falling(top, min(top, floor), points)[1:], 1):
         if limit >= _limit(plans[-1], cluster):
             continue
@@ -237,11 +236,8 @@ def _way(a: Assignment) -> str:
 
 def _limit(plan: Plan, cluster: Cluster) -> int:
     """Bytes of memory of the smallest device that ``plan`` fits."""
-    return _ceil(needed(cluster.device, max(plan.prediction.memory_bytes_per_rank), plan.num_ranks))
-
-
-def _ceil(limit: float) -> int:
-    return math.ceil(limit * _ROOM)
+    held = max(plan.prediction.memory_bytes_per_rank) - libraries(cluster.device)
+    return needed(cluster.device, held, plan.num_ranks)
 
 
 def _falling(top: int, floor: int, points: int) -> list[int]:

@@ -19,7 +19,7 @@ from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
-from asa.ir.consistency import NAMES, is_discipline, parse
+from asa.ir.consistency import NAMES, Discipline, is_discipline, parse
 from asa.ir.layout import Layout
 from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree, TensorStrategyName
 from asa.planner.space.candidate import Candidate, Prices
@@ -123,8 +123,8 @@ def check_request(cluster: Cluster | None, strategies: Strategies, request: Requ
     cluster can satisfy is refused.
 
     Raises:
-        UsageError: unknown strategies, pins to strategies not offered, more devices than the cluster has, or offload on
-            a CPU.
+        UsageError: unknown strategies, a discipline among others, pins to strategies not offered, more devices than the
+            cluster has, or offload on a CPU.
     """
     if cluster is not None and request.gpus > cluster.num_devices:
         larger = presets.offered(request.gpus, like=cluster.name)
@@ -139,7 +139,27 @@ def check_request(cluster: Cluster | None, strategies: Strategies, request: Requ
             "or name a cluster of CUDA devices (`asa verify PLAN --device cpu` runs such a plan here)"
         )
     check(request.strategies or ("asa",), strategies, request.gpus)
+    requested_discipline(request)
     check_pins(strategies, request.pins)
+
+
+def requested_discipline(request: Request) -> Discipline | None:
+    """The discipline that ``request`` names, or None.
+
+    Raises:
+        UsageError: it is malformed, or one of several strategies.
+    """
+    strategies = request.strategies or ()
+    disciplines = [s for s in strategies if is_discipline(s)]
+    if not disciplines:
+        return None
+    discipline = parse(disciplines[0])
+    if len(disciplines) > 1 or (len(strategies) > 1 and discipline.groups is None):
+        raise UsageError(
+            f"{disciplines[0]} runs where it is asked for by name and is not chosen among {len(strategies)} "
+            f"strategies; ask for --strategies {disciplines[0]} alone, or compare them with asa bench"
+        )
+    return discipline
 
 
 def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from asa.cost.memory.peak import libraries
 from asa.cost.menu import Menu
 from asa.cost.planned import Price, StagePrice, price, ways_of
 from asa.cost.pricing import Pricer, Way, times_of
@@ -21,9 +22,9 @@ from asa.ir.codec import noun
 from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, Plan, ScheduleName, TensorDegree
 from asa.ir.profile import Profile
-from asa.ir.units import GIB
+from asa.ir.units import binary
 from asa.planner import clock
-from asa.planner.space.space import TOLERANCE_GIB, Allowed, Space, anything
+from asa.planner.space.space import Allowed, Space, anything
 
 _KEPT = 50_000
 """Most components of all candidates together whose prices are cached."""
@@ -154,7 +155,7 @@ class Prices:
         key = (width, pricer.busy, layouts, allowed)
         if key not in self._menus:
             ways = [
-                [w for layout in layouts for w in space.ways_in(i, layout) if allowed(i, w)]
+                [w for layout in layouts for w in space.ways_in(i, layout) if allowed is anything or allowed(i, w)]
                 for i in range(len(space.profile.graph))
             ]
             stored = None if allowed is anything else lambda i, way: allowed(i, replace(way, checkpoint=False))
@@ -168,7 +169,7 @@ class Prices:
         :class:`asa.cost.menu.Menu`."""
         return Menu(
             self.space.profile.graph, pricer.states, self._times, self.space.request.optimizer, ways,
-            forgetting=forgetting or (lambda _i, _way: True),
+            forgetting=forgetting,
         )  # fmt: skip
 
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
@@ -290,7 +291,15 @@ class Prices:
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether every rank has enough memory. Every plan has to pass this test, wherever it comes from."""
-        return self.of(candidate).peak.total <= self.capacity(candidate) + TOLERANCE_GIB * GIB
+        return self.of(candidate).peak.total <= self.capacity(candidate)
+
+    def lacking(self, candidate: Candidate) -> str:
+        """The memory that a rank of ``candidate`` needs, of what it may use, in words: as predicted, with libraries."""
+        more, free = libraries(self.space.cluster.device), self.capacity(candidate)
+        rest = f" of {binary(free + more)}"
+        if free <= 0:
+            rest = ", and the context of the device leaves nothing of its memory"
+        return f"{binary(self.of(candidate).peak.total + more)}{rest}"
 
     def excess(self, stage: StagePrice, first: int, width: int, busy: int) -> float:
         """Bytes by which a stage from rank ``first`` on exceeds what its ranks may use, on the rank where that is most;

@@ -74,7 +74,7 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
     # The distance between two ranks that communicate over the widest level of links among these ranks.
     distance = max((level.devices for level in space.cluster.levels[:-1] if level.devices < ranks), default=1)
     message = links.handover(size / num_servers, distance, 1) if num_servers else 0.0
-    away = (count - 1) / count if on_workers else 1.0  # a worker sends nothing to a server on its own rank
+    # A worker sends nothing to a server on its own rank.
     remote = [message * (num_servers - (on_workers and w < num_servers)) for w in range(count)]
     return Machine(
         workers=tuple(
@@ -86,8 +86,7 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
         ),
         servers=tuple(
             Server(
-                receive_s=message * away, send_s=message * away, apply_s=update_s / num_servers,
-                beside=j if on_workers else None,
+                receive_s=message, send_s=message, apply_s=update_s / num_servers, beside=j if on_workers else None
             )
             for j in range(num_servers)
         ),

@@ -17,17 +17,14 @@ from asa.ir.graph import Component
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
-from asa.ir.units import GIB
 from asa.planner.space.request import Pin, Request
 
 _NARROW = 16
 """Most ranks of a stage that may use every layout."""
 _WIDEST_SPLIT = 64
 
-TOLERANCE_GIB = 1e-5
-"""Tolerance of memory limits in GiB: solvers take them in this unit, with a tolerance of their own."""
-_SPARED = TOLERANCE_GIB * GIB - 1e-3
-"""Bytes kept free on every rank, so that a plan that uses the tolerance is still within the limit asked for."""
+_ROUNDED = 1e-2
+"""Bytes by which a sum of memory may exceed a limit, because of rounding."""
 
 MOST_IN_A_PIPELINE = 1024
 """Most microbatches of a pipeline; its bubble is negligible long before."""
@@ -106,11 +103,12 @@ class Space:
         return self.room(0, width, width)
 
     def room(self, first: int, width: int, busy: int) -> float:
-        """Bytes of active memory that each rank of a stage from rank ``first`` on may use; ``busy`` ranks take part."""
+        """Bytes of active memory that each rank of a stage from rank ``first`` on may use; ``busy`` ranks take part.
+        Bounds and searches have this limit, and what exceeds it does not fit."""
         limit = self.request.memory_bytes
         if limit is None and self.cluster.devices is not None:
             limit = min(self.cluster.memories()[first : first + width])
-        return usable(self.cluster.device, limit, busy) - _SPARED
+        return usable(self.cluster.device, limit, busy) + _ROUNDED
 
     def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
         """Every allowed way of component ``index`` in a stage of ``width`` ranks with ``num_microbatches``."""
@@ -120,7 +118,7 @@ class Space:
 
     def ways_in(self, index: int, layout: Layout) -> tuple[Way, ...]:
         """Every way of component ``index`` in ``layout``, whether or not its ranks have enough samples."""
-        key = (index, layout, self.offloading)
+        key = (self.profile.graph.like[index], layout, self.offloading)
         if key not in self._ways:
             self._ways[key] = tuple(self._every_way(index, layout))
         return self._ways[key]
@@ -301,7 +299,8 @@ class Space:
             f"one stage of 1 to {min(gpus, _NARROW)} ranks"
             + (f", of a multiple of 8 ranks, of a power of two times the batch, {some}, or of {gpus}" * wide)
             + (", or of the first ranks up to another kind" if wide and self.cluster.unequal else "")
-            + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
+            + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else "")
+            + (f", priced with all {gpus} devices busy" if piped and gpus > 2 else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",
             self._counts(piped=bool(piped), many=many),

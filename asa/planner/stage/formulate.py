@@ -11,6 +11,7 @@ import numpy as np
 
 from asa.cost.menu import Menu
 from asa.cost.pricing import Pricer, Way
+from asa.ir.cluster import Overlap
 from asa.ir.layout import Layout
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Candidate, Prices
@@ -102,7 +103,6 @@ def formulate(
     if len(set(menu.component[offered].tolist())) < len(space.profile.graph):
         return None
     forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
-    hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
     layouts_of = _layouts(menu, offered, len(space.profile.graph))
     numbers = {menu.layouts[k]: j for j, k in enumerate(dict.fromkeys(k for row in layouts_of for k in row))}
     ends = (
@@ -120,7 +120,8 @@ def formulate(
         options = options_that_count
     elif not likely_tight and (time_saving != offered).any():
         options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=every)
-    rows = options.rows(options.undominated(hidden, piped=busy is not None, all_fit=all_fit, wrapped=wrapped), numbers)
+    kept = options.undominated(overlap, piped=busy is not None, all_fit=all_fit, wrapped=wrapped)
+    rows = options.rows(kept, numbers)
     for i in kept_out:
         rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
     chain = Chain(
@@ -132,7 +133,7 @@ def formulate(
         edges=edges,
         inlets=ends[0],
         outlets=ends[1],
-        release=pricer.releases,
+        release=pricer.states.released,
         saving=max(0.0, overlap.saving),
         sp=overlap.compute_slowdown,
         sc=overlap.communication_slowdown,
@@ -188,13 +189,14 @@ class _Options:
     def _largest(self, values: Any) -> Any:
         return np.maximum.reduceat(values, begins(self.component))
 
-    def undominated(self, hidden: float, *, piped: bool, all_fit: bool, wrapped: bool = False) -> Any:
+    def undominated(self, overlap: Overlap, *, piped: bool, all_fit: bool, wrapped: bool = False) -> Any:
         """Indices of options that no other option of the same component and layout can replace in every plan without
         loss; with ``all_fit`` memory, without loss of time.
 
-        ``hidden`` is the most that a ms of synchronisation saves; an option with more synchronisation may gain that
-        much. ``piped`` says that a microbatch's time may be hidden behind other stages while work once per step is not,
-        so both count. ``wrapped`` is that of :func:`formulate`.
+        With ``overlap`` an option with more synchronisation may gain what hides it, and one with more of it, or with a
+        longer window, may have a longer last backward. ``piped`` says that a microbatch's time may be hidden behind
+        other stages while work once per step is not, and that others wait for the last backward, so all three count.
+        ``wrapped`` is that of :func:`formulate`.
         """
 
         def column(name: str) -> Any:
@@ -204,14 +206,16 @@ class _Options:
         if wrapped:
             wrapping = self._menu.wrapping[self.which]
             group = group * (wrapping.max() + 2) + wrapping + 1
-        gain = [0.0]
-        if hidden:  # no synchronisation may gain, either part of it, or both
-            prompt, late = hidden * column("prompt"), hidden * column("late")
-            gain += [prompt, late, prompt + late]
-        criteria = [column("forward"), column("backward"), -column("window"), *(self.work - g for g in gain)]
+        saving, sp, sc = overlap.saving, overlap.compute_slowdown, overlap.communication_slowdown
+        hidden, window = [0.0], sp * column("window")
+        if saving >= 0:  # no synchronisation may be hidden, either part of it, or both
+            prompt, late = sc * column("prompt"), sc * column("late")
+            hidden += [prompt, late, prompt + late]
+        criteria = [column("forward"), column("backward"), -window, *(self.work - saving * h for h in hidden)]
         if piped:
-            once = column("once") + column("prompt") + column("late")
-            criteria += [once - g for g in gain]
+            once, longer = column("once") + column("prompt") + column("late"), 1 - 1 / sp if saving >= 0 else 0.0
+            criteria += [once - saving * h for h in hidden]
+            criteria += [column("bucket") + longer * h for h in ((*hidden, window) if longer else (0.0,))]
         if not all_fit:
             criteria += [column(name) for name in ("state", "activations", "gradients", "transient")]
             criteria += [column("state") - column("added")] if piped else []
@@ -243,7 +247,7 @@ def _edges(
 ) -> tuple[Joints, ...]:  # fmt: skip
     """Boundaries between all of the ``layouts`` that neighbours have. Equal ones, between repeated blocks, are one
     object."""
-    keys = [(layouts_of[i - 1], layouts_of[i], pricer.edges.alike(i)) for i in range(1, len(layouts_of))]
+    keys = [(layouts_of[i - 1], layouts_of[i], pricer.states.fronts[i]) for i in range(1, len(layouts_of))]
     joints: dict[tuple[object, ...], Joints] = {}
     for pair in dict.fromkeys(key[:2] for key in keys):
         first = {key: i for i, key in reversed(list(enumerate(keys, 1))) if key[:2] == pair}

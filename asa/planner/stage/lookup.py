@@ -8,7 +8,7 @@ from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.budget import USUAL, Budget
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import TOLERANCE_GIB, Allowed, widths
+from asa.planner.space.space import Allowed, widths
 from asa.planner.stage import exhaustive, labels, memory
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
@@ -35,8 +35,7 @@ class FormulatedStage:
         if formulation is None:
             return
         self.problem = formulation.problem
-        self._limit = self.problem.capacity + TOLERANCE_GIB
-        self._possible = memory.memory_floor(self.problem) <= self._limit
+        self._possible = memory.memory_floor(self.problem) <= self.problem.capacity
         self.decided = not self._possible
         self.all_fit = self._possible and (
             memory.memory_ceiling(self.problem) + self.problem.over <= self.problem.capacity
@@ -47,7 +46,7 @@ class FormulatedStage:
         """Whether a choice fits."""
         if self._fits_exactly is not None:
             return self._fits_exactly(choice)
-        return exhaustive.peak(self.problem, choice) <= self._limit
+        return exhaustive.peak(self.problem, choice) <= self.problem.capacity
 
     @property
     def solver(self) -> labels.Solver | None:
@@ -133,15 +132,17 @@ class StageLookup:
 
     def independent_bound(self, width: int, num_microbatches: int, compute_ms: float) -> float:
         """Lower bound in ms from each component alone, with gradient synchronisation and memory. With several
-        microbatches, only once-per-step work is added to compute; it is the same as with one microbatch.
+        microbatches, only once-per-step work is added to compute; it is the same as with one microbatch
+        where the stage has the same layouts.
 
         Synchronisation is hidden at most behind the backward of one microbatch, which the bound counts with its
         compute.
         """
-        m, unsplit = num_microbatches, self.floor(width, 1)
+        m, layouts = num_microbatches, self._prices.space.layouts
         if m == 1:
-            return unsplit.whole
-        return max(compute_ms, compute_ms * (1 - 1 / m) + (unsplit.once if unsplit.once < float("inf") else 0.0))
+            return self.floor(width, 1).whole
+        once = self.floor(width, 1 if layouts(width, 1) == layouts(width, m) else m).once
+        return max(compute_ms, compute_ms * (1 - 1 / m) + (once if once < float("inf") else 0.0))
 
     def get(self, width: int, num_microbatches: int, *, wrapped: bool = False) -> FormulatedStage | None:
         """The formulated stage; None where some component cannot run in it. ``wrapped``: with all configurations that
@@ -172,7 +173,7 @@ class StageLookup:
 
     def possible(self, width: int, floor: Floor) -> bool:
         """Whether any choice may fit."""
-        return floor.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
+        return floor.memory <= self._prices.space.capacity(width) / GIB
 
     def _formulate(self, width: int, num_microbatches: int, wrapped: bool) -> FormulatedStage | None:
         floor = self.floor(width, num_microbatches)

@@ -119,6 +119,4 @@ class Runs:
         which = self._alike(i, way, fully=True)
         if not which:
             return None
-        return min(
-            self._pricer.component(i, rows[c]).footprint.state / GIB - self._chain.configs[i][c].state for c in which
-        )
+        return min(self._pricer.cost(i, rows[c]).footprint.state / GIB - self._chain.configs[i][c].state for c in which)

@@ -65,7 +65,7 @@ def _bound(prices: Prices, allowed: Allowed, width: int, m: int, compute_s: Any)
     # Uneven shards send more between layouts, because the largest has more than an even one.
     front = step_s[:, 0]
     for i in range(1, len(prices.fewest)):
-        size, ends = pricer.edges.form(i)
+        size, ends = pricer.states.forms[i]
         between = pricer.states.between(ends, some, some)
         x = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
         front = (front[:, None] + m * (x.forward + x.backward).reshape(len(some), -1)).min(axis=0) + step_s[:, i]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asa.ir.plan import Plan
-from asa.report.grid import Grid
 from asa.report.snippets.accelerate import accelerate
 from asa.report.snippets.deepspeed import deepspeed
 from asa.report.snippets.fabric import fabric
+from asa.report.snippets.grid import Grid
 from asa.report.snippets.megatron import megatron
 from asa.report.snippets.script import torch_script
 from asa.report.snippets.titan import torchtitan
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.uniform_choice import Choice
 
 
 @dataclass(frozen=True, kw_only=True)

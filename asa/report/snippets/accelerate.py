@@ -7,9 +7,9 @@ and a file cannot express microbatches or the rows of a rank. ``torchrun`` start
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.grid import Grid, grid_as
 from asa.report.snippets import pieces
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.grid import Grid, grid_as
+from asa.report.snippets.uniform_choice import Choice
 
 _PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 

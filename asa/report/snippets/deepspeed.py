@@ -6,7 +6,7 @@ import json
 
 from asa.ir.plan import Plan
 from asa.report.snippets.pieces import batch_lines, header, loss_lines, model_lines
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.uniform_choice import Choice
 
 _STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 _OPTIMIZER = {

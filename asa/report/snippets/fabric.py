@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from asa.ir.plan import Plan
-from asa.report.grid import Grid, grid_as
 from asa.report.snippets import pieces
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.grid import Grid, grid_as
+from asa.report.snippets.uniform_choice import Choice
 
 _PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _SHARD = """\

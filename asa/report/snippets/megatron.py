@@ -6,9 +6,9 @@ from __future__ import annotations
 import shlex
 
 from asa.ir.plan import Plan
-from asa.report.grid import Grid, grid_as
+from asa.report.snippets.grid import Grid, grid_as
 from asa.report.snippets.pieces import header
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.uniform_choice import Choice
 from asa.zoo.sizes import GPT2Shape, LlamaShape, shape_of
 
 _SHARDED = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.uniform_choice import Choice
 from asa.report.units import ranks
 from asa.zoo.names import OWN
 

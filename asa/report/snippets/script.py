@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.left_out import even_batch, parts_of, short
 from asa.report.snippets import pieces
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.left_out import even_batch, parts_of, short
+from asa.report.snippets.uniform_choice import Choice
 
 _IMPORTS = {
     "ddp": ("from torch.nn.parallel import DistributedDataParallel",),

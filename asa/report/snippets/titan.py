@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 
 from asa.ir.plan import Plan
-from asa.report.grid import Grid, grid_as
-from asa.report.left_out import short
+from asa.report.snippets.grid import Grid, grid_as
+from asa.report.snippets.left_out import short
 from asa.report.snippets.pieces import header
-from asa.report.uniform_choice import Choice
+from asa.report.snippets.uniform_choice import Choice
 
 _SCHEDULE = {"gpipe": "GPipe", "1f1b": "1F1B", "layers": "GPipe"}
 _BLOCK = re.compile(r"blocks\.(\d+)")

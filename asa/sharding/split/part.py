@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
-from asa.sharding.of_rank import followed, writes
+from asa.sharding.split.of_rank import followed, writes
+from asa.sharding.split.whole_views import run_whole
 from asa.sharding.split.wire import Split, averaged, gathered, whole, whole_with_gradient
-from asa.sharding.whole_views import run_whole
 
 
 @dataclass(frozen=True)

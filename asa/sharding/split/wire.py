@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from asa.errors import UsageError
-from asa.sharding import direct
-from asa.sharding.axis import Axis
-from asa.sharding.modules import ParameterShard
+from asa.sharding.collectives import direct
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.modules import ParameterShard
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -25,6 +25,15 @@ from asa.zoo.inputs import Shape, described, of_tokens
 Samples = tuple[Tensor, Tensor]
 """Inputs [N, ...] and classes int64 [N, ...]."""
 
+
+class TableError(UsageError):
+    """A table does not have as many columns of numbers as the model takes. ``shape`` is the input that it fits."""
+
+    def __init__(self, message: str, shape: Shape) -> None:
+        self.shape = shape
+        super().__init__(message)
+
+
 _MOST_SAMPLES, _MOST_BYTES = 1_000_000, 1 << 32
 """Most samples, and bytes of them, that are read of what does not say how many it has: it may never end."""
 _TEST_SHARE = 5
@@ -166,9 +175,8 @@ def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
     target = shape or (1, 1, prod(x.shape[1:]))  # images of that very shape pass, too
     if prod(x.shape[1:]) != prod(target) or (x.dim() == 4 and tuple(x.shape[1:]) != tuple(target)):
         have, size = _format(x)
-        raise UsageError(
-            f"--data {spec} gives {have}, the model takes {described(target)}; profile it with --input {size}"
-        )
+        message = f"--data {spec} gives {have}, the model takes {described(target)}; profile it with --input {size}"
+        raise TableError(message, (1, 1, x.shape[1])) if x.dim() == 2 else UsageError(message)
     return x.reshape(len(x), *target)
 
 

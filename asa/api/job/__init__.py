@@ -1,0 +1,1 @@
+"""``asa.Job``: complete training on the user's own loader."""

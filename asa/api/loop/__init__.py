@@ -1,0 +1,1 @@
+"""``asa.parallelize``: a training loop of the user's own."""

@@ -1,0 +1,99 @@
+"""A rank's share of a loader: the samples of every global batch that a distributed model works on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from asa.api.generators import generators_now
+from asa.api.messages import say
+from asa.api.model.distributed_model import DistributedModel
+from asa.api.steps.batches import GlobalBatches, Share, moved
+
+
+class DistributedLoader:
+    """This rank's samples of every global batch, on its device. Attributes that it does not have are the loader's
+    own."""
+
+    def __init__(self, batches: GlobalBatches, model: DistributedModel) -> None:
+        self._batches, self._model = batches, model
+        self._warned_drawing = self._warned_evaluation = self._warned_repeated = False
+
+    def __iter__(self) -> Iterator[Any]:
+        device, trial = self._model.rank_context.device, self._model.trial
+        looks = 2  # batches behind which the generators are looked at
+        self._model.unchanged()
+        self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
+        if trial is not None:
+            trial.epoch_began()
+        self._model.__dict__["reader"] = threading.get_ident()
+        try:
+            shares = enumerate(self._batches.epoch())
+            self._loaded(None)
+            while (loaded := self._loaded(shares)) is not None:
+                number, share = loaded
+                self._model.alike_in_shape(self._batches, share.batch)
+                self._model.__dict__["share"] = share
+                batch = moved(share.batch, device)
+                if trial is None or not self._model.training:
+                    if trial is not None and not self._warned_evaluation:
+                        self._warned_evaluation = True
+                        say(self._model.rank_context, "the loader yields this rank's samples in evaluation, too: add "
+                            "up over ranks by asa.reduce(x, 'sum'), or evaluate on a loader of your own")  # fmt: skip
+                    if trial is not None:
+                        trial.batch_over()
+                    yield batch
+                    self._model.batch_ended(number, last=False, indexed=self._batches.settled)
+                    continue
+                before = generators_now() if looks and not self._warned_drawing else None
+                backwards = self._model.backwards
+                self._model.yields(batch)
+                if len(share.rows) == share.total > 1 and self._model.rank_context.ranks > 1:
+                    self._say_computed_by_all(share)
+                yield trial.begin(batch, share)
+                trial.by_samples(share, learned=self._model.backwards > backwards)
+                looks = max(0, looks - 1)
+                self._model.batch_ended(number, last=False, indexed=self._batches.settled)
+                if before is not None and generators_now() != before and not self._warned_drawing:
+                    self._warned_drawing = True
+                    say(self._model.rank_context, "the loop draws random numbers between two batches: each rank draws "
+                        "its own for its samples, and one process others; what the loader's collate_fn draws is drawn "
+                        "for the whole batch")  # fmt: skip
+            self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
+            self._batches.pass_ended()
+            self._model.epoch_ended()
+        finally:
+            self._model.__dict__.update(share=None, reader=None)
+
+    def _say_computed_by_all(self, share: Share) -> None:
+        """Say once that every rank computes a whole batch."""
+        if not self._warned_repeated:
+            self._warned_repeated = True
+            fewest, ranks, counter = self._model.least[0], self._model.rank_context.ranks, self._model.in_step
+            why = f"a rank's share of it would be fewer than {fewest}, which the model or the loss needs"
+            if counter is not None and counter.singly and share.total >= fewest * ranks:
+                why = "the loop calls the model for each sample, and ranks would have unlike numbers of them"
+            say(self._model.rank_context, f"a batch of {share.total} samples is computed by every rank, and counts "
+                f"once: {why}; numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does "
+                "not")  # fmt: skip
+
+    def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
+        """The next of ``shares`` and its number, with the wait for it measured; None after the last, and where an epoch
+        begins."""
+        watch, began = self._model.watch, time.perf_counter()
+        share = None if shares is None else next(shares, None)
+        if watch is not None:
+            watch.loaded(time.perf_counter() - began)
+            if share is None:
+                watch.odd()
+        return share
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches.loader, name)

@@ -1,0 +1,74 @@
+"""Programs that were made for several processes scale numbers by how many there are. Batches of ``asa.parallelize`` are
+those of one device, so that such numbers are others than on one."""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from asa.api.messages import say
+from asa.api.rank_context import RankContext
+
+_ASKS = re.compile(r"(?<!def )\bget_world_size\(|['\"]WORLD_SIZE['\"]")
+_PARTS = (b"get_world_size(", b"WORLD_SIZE")
+"""A file that ``_ASKS`` finds something in has one of these. Looking for them takes a tenth of the time."""
+_MOST_BYTES = 1 << 20
+"""Largest file that is looked through."""
+_OF_OTHERS = ("-packages", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Parts of the paths of files that are not the program's own; most files have the first one."""
+_to_tell: list[RankContext] = []
+"""The ranks of the last call, until the line was printed."""
+
+
+def tell_of_process_counts(context: RankContext) -> None:
+    """Print once that a program asks for the number of processes: now if its script or a module of its own has such
+    words, or where it calls ``torch.distributed.get_world_size``."""
+    if context.ranks == 1:
+        return
+    _to_tell[:] = [context]
+    if any(map(_asks, _own_files())):
+        _tell()
+    original = dist.get_world_size
+    if hasattr(original, "asa"):
+        return
+
+    def get_world_size(*args: Any, **options: Any) -> int:
+        if _to_tell:
+            asking = sys._getframe(1)
+            library = asking.f_globals.get("__name__", "").partition(".")[0] in ("asa", "torch")
+            if not library and "-packages" not in asking.f_code.co_filename:
+                _tell()
+        return original(*args, **options)
+
+    get_world_size.asa = True  # type: ignore[attr-defined]
+    dist.get_world_size = get_world_size
+
+
+def _own_files() -> list[str]:
+    """The files of the script and of the modules that the program has imported, without those of packages."""
+    modules = (m for name, m in list(sys.modules.items()) if name.partition(".")[0] != "asa")
+    files = (getattr(module, "__dict__", {}).get("__file__") for module in modules)
+    named = (file for file in files if isinstance(file, str) and _OF_OTHERS[0] not in file)
+    return [file for file in named if not any(part in file for part in _OF_OTHERS)]
+
+
+def _asks(file: str) -> bool:
+    with suppress(OSError, ValueError):
+        path = Path(file)
+        if path.stat().st_size <= _MOST_BYTES:
+            text = path.read_bytes()
+            return any(part in text for part in _PARTS) and bool(_ASKS.search(text.decode(errors="ignore")))
+    return False
+
+
+def _tell() -> None:
+    context = _to_tell.pop()
+    say(context, f"the program asks how many processes there are ({context.ranks}): a rate, a batch size or steps of "
+        "accumulation that it sets by that are others than on one device, whose batches the loader yields, shared by "
+        "ranks")  # fmt: skip

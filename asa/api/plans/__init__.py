@@ -1,0 +1,1 @@
+"""The plan of a program: ``asa.plan``, and the plan on which all ranks of a program agree."""

@@ -1,0 +1,406 @@
+"""Checks that ranks do the same in a loop: equally many backwards and updates, equal hyperparameters and weights.
+
+A branch that depends on a rank's own number (``if loss.isnan(): continue``, a learning rate computed from
+``loss.item()``) makes ranks hang, combine gradients of different batches, or diverge silently. So ranks exchange counts
+after every batch, in a separate process group. A rank that waits inside a forward or backward cannot take part; it
+writes its position to the store, where the ranks that skipped this pass, or wait in another, read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+from weakref import WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from asa.errors import UsageError, WorkersFailedError
+from asa.executor.model.parallel import ParallelModel
+from asa.launch.worker import others_may_leave
+from asa.sharding.split.of_rank import operands
+
+_LOOKS = 3
+"""Number of batches of an epoch after which weights are compared, too."""
+_ELEMENTS = 64
+"""Number of elements of each parameter that are compared."""
+_COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
+_TRUSTED = 3
+"""Number of batches after which ranks stop exchanging the numbers of samples in their calls of the model, if all
+samples so far came from the loader."""
+_PATIENCE_S = 3.0
+"""Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
+others'."""
+FORWARD, BACKWARD, UPDATE = "a call of the model", "a backward", "an update"
+_FIGURES = 4
+"""Largest number of figures in an exchange."""
+_STOPPED = "no pass any more"
+OTHER_ROWS = "a call of the model with other samples than the loader's"
+DECISION = "a test by which a loop goes on"
+REMEDY = (
+    "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
+    "by one of all ranks, asa.reduce(x); or some ranks called the model more often (until their samples have ended, "
+    "if rank == 0): call it on all alike"
+)
+
+
+class InStep:
+    """Counts what this process has done in loops. There is one for all models of a program."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.world = dist.group.WORLD
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.shared = self.updates = self.backwards = 0
+        self._timeout_s = timeout_s
+        within = timedelta(seconds=timeout_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=within)
+        self._sizes: Any = dist.new_group(backend="gloo", timeout=within)
+        self._store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._pending: tuple[Any, list[Tensor]] | None = None
+        self._since: float | None = None
+        self._kind = ""
+        self._warned: set[str] = set()
+        self._stopped = False
+        self.derived = False
+        """Whether an input of the model since the last batch was not a tensor of the loader."""
+        self.single = self.singly = False
+        """Whether the loop called the model once for each sample of this rank in the last batch; whether it does on any
+        rank (equal on all). Ranks then need equal numbers of samples."""
+        self._trusted = 0
+        self._graded: list[tuple[nn.Parameter, Callable[[], Tensor | None], int]] = []
+        self._written: list[Tensor] = []
+        """Sizes of gradients that the loop wrote since they were compared last."""
+        self._counted: WeakSet[Optimizer] = WeakSet()
+        self._others: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that made steps, and are of no distributed model."""
+        register_optimizer_step_post_hook(self._stepped)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def count(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the updates of ``optimizers``."""
+        for optimizer in optimizers:
+            if optimizer not in self._counted:
+                self._counted.add(optimizer)
+                optimizer.register_step_pre_hook(self._updating)
+                optimizer.register_step_post_hook(self._updated)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._counted:
+            self._others.add(optimizer)
+
+    def graded(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember the gradients of ``parameters``, which a backward made equal on all ranks."""
+        self._graded = [(p, *_version(p)) for p in parameters]
+
+    @torch.no_grad()
+    def _updating(self, *_: Any) -> None:
+        """Note gradients that were written since the backward."""
+        now = [(p, *_version(p)) for p, *_ in self._graded]
+        changed = [
+            p.grad
+            for (p, before, version), (_, _, later) in zip(self._graded, now, strict=True)
+            if p.grad is not None and (before() is not p.grad or version != later)
+        ]
+        gradients = [g.reshape(-1)[:_ELEMENTS] for g in changed if g.layout is torch.strided]
+        if gradients:
+            self._written.append(torch.stack([g.norm() for g in gradients]).double().nan_to_num(0, 0, 0).sum())
+            self._graded = now
+
+    def _updated(self, *_: Any) -> None:
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def together(self, kind: str) -> Iterator[None]:
+        """Context around a forward or backward (``kind``) in which ranks wait for one another.
+
+        Raises:
+            WorkersFailedError: another rank is gone.
+        """
+        self.shared += 1
+        self.backwards += kind == BACKWARD
+        self._kind, self._since = kind, time.monotonic()
+        try:
+            with others_may_leave():
+                yield
+        except WorkersFailedError as error:
+            raise WorkersFailedError(f"{error}; {REMEDY}") from error
+        finally:
+            self._since = None
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether ranks exchange the numbers of samples in their calls of the model; equal on all ranks."""
+        return self._trusted < _TRUSTED
+
+    def figures(self, kind: str, figures: Sequence[float]) -> list[list[float]]:
+        """The ``figures`` of every rank in an exchange of this ``kind`` (:data:`OTHER_ROWS`, about the samples in its
+        call of the model, or :data:`DECISION`), by rank (collective).
+
+        Raises:
+            UsageError: another rank does something else. WorkersFailedError: a rank does not arrive in time.
+        """
+        wire = torch.zeros(1 + _FIGURES, dtype=torch.float64)
+        wire[: 1 + len(figures)] = torch.tensor([len(figures), *figures], dtype=torch.float64)
+        by_rank = [torch.empty_like(wire) for _ in range(self.ranks)]
+        with self.together(kind):
+            work: Any = dist.all_gather(by_rank, wire, group=self._sizes, async_op=True)
+            self._wait(work)
+            work.wait()
+        if len({float(each[0]) for each in by_rank}) > 1:
+            self.leave()
+            raise UsageError(f"rank {self.rank} is in {kind}, and another is not; {REMEDY}")
+        return [each[1 : 1 + len(figures)].tolist() for each in by_rank]
+
+    def after_batch(
+        self,
+        model: ParallelModel,
+        optimizers: Sequence[Optimizer],
+        number: int,
+        *,
+        asks: bool,
+        wait: bool,
+        edge: bool,
+    ) -> bool:
+        """Exchange counts after batch ``number`` of an epoch, or where one begins or ends (``edge``; collective). They
+        are checked at once with ``wait``, otherwise after the next batch. Returns whether ``asks`` is true for any rank
+        in the checked exchange.
+
+        Raises:
+            UsageError: ranks made different calls. WorkersFailedError: a rank does not arrive in time.
+        """
+        settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _COMPARED_SETTINGS)
+        rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
+        weights = _size(model) if number < _LOOKS else 0.0
+        figures = torch.tensor(
+            [
+                self.shared,
+                self.updates,
+                number_of(settings),
+                *(rates[:1] or [0.0]),
+                weights,
+                float(asks),
+                float(self.derived),
+                float(edge),
+                _size_of(self._others),
+                operands.figure(),
+                float(self.single),
+                sum(each.item() for each in self._written),
+            ],
+            dtype=torch.float64,
+        )
+        self._written.clear()
+        self.derived = False
+        requested = self._check_pending()
+        by_rank = [torch.empty_like(figures) for _ in range(self.ranks)]
+        self._pending = dist.all_gather(by_rank, figures, group=self._group, async_op=True), by_rank
+        if wait:
+            requested = self._check_pending() or requested
+        return requested
+
+    def _check_pending(self) -> bool:
+        if self._pending is None:
+            return False
+        work, by_rank = self._pending
+        self._pending = None
+        if not work.is_completed():
+            self._wait(work)
+        with others_may_leave():
+            work.wait()
+        every = [each.tolist() for each in by_rank]
+        if len({tuple(e[:2]) for e in every}) > 1:
+            counts = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
+            self.leave()
+            raise UsageError(f"ranks differ in how many passes they shared and updates they made: {counts}; {REMEDY}")
+        if len({e[7] for e in every}) > 1:
+            at = ", ".join(
+                f"rank {r} {'begins or ends an epoch' if e[7] else 'is within one'}" for r, e in enumerate(every)
+            )
+            self.leave()
+            raise UsageError(f"ranks are at different places of their loops: {at}; {REMEDY}")
+        if len({e[2] for e in every}) > 1:
+            self._warn(
+                f"hyperparameters of the optimizer differ between ranks (the first learning rate is "
+                f"{', '.join(f'{e[3]:.6g}' for e in every)}): they were made of a number of a rank's own (its loss, "
+                "its metric), and weights part; make them of one of all ranks, asa.reduce(x)"
+            )
+        sizes = [e[4] for e in every]
+        if max(sizes) - min(sizes) > 1e-6 * max(sizes):
+            self._warn(
+                "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
+                "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
+            )
+        numbers = [e[9] for e in every]
+        if max(numbers) - min(numbers) > 1e-6:
+            self._warn(
+                "the loop computed parameters, gradients or states that ranks hold in parts with numbers that differ "
+                "between ranks (a loss, an answer, what was drawn or kept of a rank's samples): one device has one of "
+                "all; make it one of all ranks, asa.reduce(x)"
+            )
+        written = [e[11] for e in every]
+        if max(written) - min(written) > 1e-6 * max(written):
+            self._warn(
+                "gradients that the loop wrote differ between ranks: they were made of numbers of a rank's own samples "
+                "(its loss, its outputs), and one device has one of all; make them of asa.reduce(x)"
+            )
+        others = [e[8] for e in every]
+        if max(others) - min(others) > 1e-6 * max(others):
+            self._warn(
+                "parameters of an optimizer that was not handed to asa.parallelize are no longer the same on all "
+                "ranks: each updates its own by its samples; hand the module and its optimizer to a call of "
+                "asa.parallelize of their own"
+            )
+        self.singly = self.singly or any(e[10] for e in every)
+        self._trusted = 0 if any(e[6] for e in every) else self._trusted + 1
+        return any(e[5] for e in every)
+
+    def _wait(self, work: Any) -> None:
+        arrived = threading.Event()
+        work.get_future().add_done_callback(lambda _: arrived.set())
+        began = time.monotonic()
+        while not arrived.wait(_PATIENCE_S):
+            if conflict := self._conflict():
+                self.leave()
+                raise UsageError(conflict)
+            if time.monotonic() - began > self._timeout_s:
+                raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
+
+    def leave(self) -> None:
+        """Write to the store that this rank stops, so that a rank that waits for it in a pass ends, too."""
+        self._stopped = True
+        with contextlib.suppress(Exception):
+            self._store.set(f"asa/pass/{self.rank}", f"0 {_STOPPED}")
+
+    def end(self, why: str) -> NoReturn:
+        """End this process with an error that cannot be raised, because another of its threads would wait on."""
+        self.leave()
+        sys.stderr.write(f"asa: error: {why}\n")
+        sys.stderr.flush()
+        os._exit(UsageError.exit_code)
+
+    def begin(self) -> None:
+        """Reset the counts for another program (on all ranks)."""
+        self._warned.clear()
+        operands.figure()  # of what another program did last
+        self._trusted, self.derived, self.single, self.singly = 0, False, False, False
+        self._graded, self._written = [], []
+        if self._stopped:
+            self._stopped = False
+            self._store.set(f"asa/pass/{self.rank}", "0 ")
+
+    def _conflict(self) -> str:
+        """Description of what another rank waits in, if this one cannot join it; empty if there is no such rank."""
+        for rank in range(self.ranks):
+            key = f"asa/pass/{rank}"
+            if rank == self.rank or not self._store.check([key]):
+                continue
+            number, kind = self._store.get(key).decode().split(" ", 1)
+            if kind == _STOPPED:
+                return f"rank {rank} stopped with an error, and rank {self.rank} waits for it; {REMEDY}"
+            if self._since is None:
+                in_conflict, doing = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
+            else:
+                # No rank leaves an exchange of sizes before all have joined it, so a rank that is ahead was in another
+                # pass.
+                ahead = self._kind in (OTHER_ROWS, DECISION) and int(number) > self.shared
+                in_conflict = ahead or (int(number) == self.shared and kind != self._kind)
+                doing = f"is in {self._kind}"
+            if in_conflict:
+                return (
+                    f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {doing}; {REMEDY}"
+                )
+        return ""
+
+    def _watch(self) -> None:
+        """Run in a thread: write to the store if this rank is in one forward or backward for long. If another rank
+        waits in a pass of another kind, neither can continue, and this process ends."""
+        written = 0
+        with contextlib.suppress(Exception):  # the store is gone, and so are its readers
+            while True:
+                time.sleep(min(1.0, _PATIENCE_S))
+                since, number = self._since, self.shared
+                if since is None or time.monotonic() - since < _PATIENCE_S:
+                    continue
+                if number != written:
+                    self._store.set(f"asa/pass/{self.rank}", f"{number} {self._kind}")
+                    written = number
+                elif (
+                    time.monotonic() - since > 2 * _PATIENCE_S
+                    and (conflict := self._conflict())
+                    and self._since == since
+                ):
+                    self.end(conflict)
+
+    def _warn(self, text: str) -> None:
+        kind = text[:20]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=5)
+
+
+_current: list[InStep] = []
+
+
+def in_step(timeout_s: float) -> InStep:
+    """The counter of this process, created at the first call (collective then)."""
+    if not _current or _current[0].world is not dist.group.WORLD:  # the program may have created another group
+        _current[:] = [InStep(timeout_s)]
+    _current[0].begin()
+    return _current[0]
+
+
+def number_of(settings: object) -> int:
+    """A number for plain ``settings`` that is equal in all processes, unlike ``hash`` of None and of text."""
+    return zlib.crc32(repr(settings).encode())
+
+
+def _version(p: nn.Parameter) -> tuple[Callable[[], Tensor | None], int]:
+    """The gradient of ``p``, by a weak reference, because another may get its address; and the number of times that it
+    was written."""
+    gradient = p.grad
+    return (_nothing, 0) if gradient is None else (ref(gradient), gradient._version)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return 0.0 if value is None else float(value)
+
+
+@torch.no_grad()
+def _size(model: ParallelModel) -> float:
+    """Sum of magnitudes of some elements of each parameter that all ranks hold and that must be equal."""
+    total = 0.0
+    replicated = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.tensor == 1)
+    parts = [
+        p.detach().reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)
+        for component in replicated
+        for p in component.parameters()
+        if not isinstance(p, DTensor) and not p.is_complex()
+    ]
+    if parts:
+        total = float(torch.stack(parts).sum())
+    return total
+
+
+@torch.no_grad()
+def _size_of(optimizers: Iterable[Optimizer]) -> float:
+    """Sum of magnitudes of some elements of each parameter that ``optimizers`` update, and that is whole."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    whole = [p for g in groups for p in g["params"] if type(p) in (Tensor, nn.Parameter) and not p.is_complex()]
+    return float(sum(float(p.reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)) for p in whole))

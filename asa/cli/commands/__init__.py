@@ -1,0 +1,1 @@
+"""The commands, one module each, and the parts that belong to one command alone."""

@@ -1,0 +1,125 @@
+"""``asa export``: exports trained weights or a plan for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asa.cli import options as o
+from asa.cli import places
+from asa.cli.console import Console
+from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import NoCheckpointError
+from asa.ir import codec
+from asa.ir.plan import Plan
+from asa.profiler.paths import slug
+
+TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchtitan", "megatron")
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Export weights of a run, or a configuration snippet for the plan."""
+    data = _weights(args, console) if args.to == "safetensors" else _snippet(args, console)
+    console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "export", "to": args.to, **data})
+
+
+def _weights(args: Arguments, console: Console) -> dict[str, Any]:
+    folder, plan = _run_of(args)
+    output = Path(args.output) if args.output else folder / f"{slug(plan.model_spec)}.safetensors"
+    places.check_writable(output, "-o")  # before torch is imported
+
+    from asa.executor.running.export import export_weights
+
+    with places.keeping(console, output):
+        exported = export_weights(folder, output, step=args.step)
+    for note in exported.notes:
+        console.say(f"asa: {note}")
+    console.say(f"asa: wrote {output}: {exported.model_spec} after step {exported.step}, {exported.tensors} tensors")
+    return {"run": str(folder), "file": str(output), **codec.to_data(exported)}
+
+
+def _run_of(args: Arguments) -> tuple[Path, Plan]:
+    """The named run, otherwise the newest with a checkpoint; of the named plan, if one is named.
+
+    Raises:
+        NoCheckpointError: there is none.
+    """
+    if args.run:
+        folder = Path(args.run)
+        if not (folder / "plan.json").is_file():
+            raise NoCheckpointError(f"no run in {folder}: it has no plan.json")
+        return folder, codec.load(Plan, folder / "plan.json")
+    fingerprint = None if args.plan is None else codec.fingerprint(places.newest_plan(args.plan)[1])
+    runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in runs:
+        if not any((path.parent / "checkpoints").glob("step_*")):
+            continue  # no checkpoint: emulated devices, or ended too early
+        plan = codec.load(Plan, path)
+        if fingerprint in (None, codec.fingerprint(plan)):
+            return path.parent, plan
+    of = "" if fingerprint is None else f" of plan {args.plan}"
+    raise NoCheckpointError(
+        f"no run{of} with a checkpoint in {places.TRAINING}/ to export; `asa train` makes one, --run names one"
+    )
+
+
+def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
+    from asa.report.snippets import TOOLS
+    from asa.report.snippets.uniform_choice import choose
+
+    path, plan = places.newest_plan(args.plan)
+    tool = TOOLS[args.to]
+    choice = choose(plan, tool.able, args.to, recompute=tool.recompute, grids=tool.grids)
+    text = tool.write(choice.on_used_ranks(plan), choice)
+    if args.output:
+        places.check_writable(Path(args.output), "-o")
+        with places.keeping(console, Path(args.output)):
+            codec.write(text, Path(args.output))
+        console.say(f"asa: wrote {args.output}")
+    elif not console.as_json:
+        console.text(text)
+    for note in choice.notes:
+        console.say(f"asa: {note}")
+    return {
+        "plan": str(path),
+        "plan_fingerprint": codec.fingerprint(plan),
+        "strategy": choice.name,
+        "exact": choice.exact,
+        "not_expressed": list(choice.notes),
+        "text": text,
+    }
+
+
+VERBS = (
+    Verb(
+        name="export",
+        help="write trained weights for plain PyTorch, or a plan for another tool",
+        run=run,
+        options=(
+            o.option(o.PLAN, unless="run"),
+            Option(
+                name="to",
+                help="safetensors: trained weights; the others: the plan for that tool",
+                choices=TARGETS,
+                default="safetensors",
+            ),
+            Option(
+                name="run",
+                help="folder of the run (default: the newest run, of PLAN if given)",
+                metavar="DIR",
+                needs="to=safetensors",
+            ),
+            Option(
+                name="step",
+                help="take the checkpoint after step N (default: the newest)",
+                parse=o.count,
+                metavar="N",
+                needs="to=safetensors",
+            ),
+            o.option(o.OUTPUT, help="file to write (default: weights into the run's folder, a plan to the screen)"),
+            o.JSON,
+        ),
+        details="The weights load into the plain model with load_state_dict(strict=True). In the program for another "
+        "tool, lines that begin with NOT EXPRESSED say what that tool cannot do.",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Figures: their data as rows, and their drawing."""

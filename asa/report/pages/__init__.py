@@ -1,0 +1,1 @@
+"""Pages that need no network: of a benchmark, a plan, a run and a study."""

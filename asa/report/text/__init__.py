@@ -1,0 +1,1 @@
+"""Results as text: screens of 80 columns, and tables."""

@@ -1,0 +1,1 @@
+"""Gradients over data-parallel ranks: averaged whole or in shards, compressed, and updates that ranks divide."""

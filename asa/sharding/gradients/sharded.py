@@ -1,0 +1,170 @@
+"""Torch's ``fully_shard`` (FSDP2) in the form in which the strategies use it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.direct import directly
+from asa.sharding.gradients.compression import REDUCED
+from asa.sharding.gradients.replicated import replicated
+
+GATHERED_ONCE = "asa_gathered_once"
+"""Attribute of a module whose weights stay gathered until a step's last backward."""
+
+_OWNER = "asa_owner"
+"""Attribute of a sharded parameter: what gathers it."""
+
+UNREACHED = "asa_unreached"
+"""Attribute of a module that holds its :class:`Unreached`."""
+
+
+class Unreached:
+    """Parameters of the sharded units under ``root`` that no sample of this rank reached in a backward.
+
+    The gradient of each counts as zero, so that all ranks scatter the same tensors. A parameter that no rank's samples
+    reached gets no gradient, as on one device: the zeros are negative, and a sum is negative zero only if all addends
+    are.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._filled: list[Any] = []
+        self._call: Callable[[], None] = lambda: None
+        for module in root.modules():
+            for group in _groups_of(module):
+                group.post_backward = self._filling(group, group.post_backward)
+
+    def at_the_end(self, call: Callable[[], None]) -> None:
+        """Set the function that is called at the end of a backward with such parameters. It must call
+        :meth:`drop_filled_gradients`."""
+        self._call = call
+
+    def _filling(self, group: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(*args: Any) -> Any:
+            if group.reduce_grads:
+                for p in group.fsdp_params:
+                    self._fill(p)
+            return original(*args)
+
+        return post_backward
+
+    @torch.no_grad()
+    def _fill(self, p: Any) -> None:
+        full = getattr(p, "_unsharded_param", None)
+        if full is None or not full.requires_grad or full.grad is not None:
+            return
+        if p.sharded_param.grad is None:
+            if not self._filled:
+                Variable._execution_engine.queue_callback(self._call)
+            self._filled.append(p)
+        full.grad = torch.full_like(full, -0.0)
+
+    @torch.no_grad()
+    def drop_filled_gradients(self) -> None:
+        """Remove the gradients of parameters that no rank's samples reached; call after gradients are scattered."""
+        filled, self._filled = self._filled, []
+        for p in filled:
+            gradient = p.sharded_param.grad
+            if gradient is not None:
+                part = gradient.to_local()
+                if not part.numel() or bool(((part == 0) & part.signbit()).all()):
+                    p.sharded_param.grad = None
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
+    """Shard every component of the segment ``module`` over ``axis`` as one unit, with the segment as their root. If the
+    axis has two parts, state is sharded over the inside one and repeated across.
+
+    With ``release``, gathered weights are freed between forward and backward; otherwise they stay until the last
+    backward.
+    """
+    if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
+        return module
+    # Traced components do not change their input in place, so views are harmless.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    device = next(module.parameters()).device.type
+    mesh = _mesh(axis, device)
+    policy = MixedPrecisionPolicy(reduce_dtype=REDUCED.get(axis.compression))
+    _without_sparse_gradients(module)
+    for p in module.parameters():
+        if not p.is_contiguous():  # channels last: a part of it would not be contiguous
+            p.data = p.data.contiguous()
+    scalars = {p for p in module.parameters() if not p.dim()}
+    for component in module.get_submodule("components").children():
+        if any(p.dim() for p in component.parameters()):
+            fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
+            directly(component)
+    fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
+    module.__dict__[GATHERED_ONCE] = not release
+    module.__dict__[UNREACHED] = Unreached(module)
+    for unit in module.modules():
+        for group in _groups_of(unit):
+            for p in group.fsdp_params:
+                p.sharded_param.__dict__[_OWNER] = p
+    # Parameters without a dimension to shard (temperatures, gains) are whole on every rank.
+    return replicated(module, replace(axis, alike=True), only=scalars) if scalars else module
+
+
+@torch.no_grad()
+def place_local(parameter: DTensor, part: Tensor) -> None:
+    """Let ``part`` be this rank's part of a sharded ``parameter``: from here on it is what ranks gather. The memory of
+    the part before is left as it is."""
+    owner = parameter.__dict__.get(_OWNER)
+    if owner is not None:
+        size, dim = owner.padded_sharded_param_size, owner.fsdp_placement.dim
+        if part.size() != size or not part.is_contiguous():
+            padded, length = part.new_zeros(size), part.size(dim) if part.numel() else 0
+            if length:
+                padded.narrow(dim, 0, length).copy_(part)
+            part = padded.narrow(dim, 0, length)
+            owner._sharded_param_data = padded.view(-1)
+        else:
+            owner._sharded_param_data = part.view(-1)
+    parameter._local_tensor = part  # type: ignore[misc]
+
+
+def _without_sparse_gradients(module: nn.Module) -> None:
+    """Let the embedding tables in ``module`` have dense gradients, because sparse ones cannot be scattered."""
+    for table in module.modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
+            table.sparse = False
+            warnings.warn(
+                f"an {type(table).__name__} with sparse=True is sharded, so its gradients are dense; "
+                "strategies=('ddp',) keeps them sparse",
+                stacklevel=2,
+            )
+
+
+def _mesh(axis: Axis, device: str) -> DeviceMesh:
+    """A device mesh for ``axis``. Torch caches meshes by ranks and names, together with their groups, which are gone
+    after a change of plan. So the group is part of the mesh's name here."""
+    assert axis.group is not None
+    name = axis.group.group_name
+    if axis.parts is None:
+        return DeviceMesh.from_group(axis.group, device, mesh_dim_names=(f"shard-{name}",))
+    inside, across = axis.parts
+    assert inside.group is not None
+    assert across.group is not None
+    ranks = torch.tensor(get_process_group_ranks(axis.group)).view(across.size, inside.size)
+    return DeviceMesh.from_group(
+        [across.group, inside.group], device, mesh=ranks, mesh_dim_names=(f"replicate-{name}", f"shard-{name}")
+    )

@@ -1,0 +1,1 @@
+"""Components of a model: how they split over ranks, their shards, and what they recompute."""

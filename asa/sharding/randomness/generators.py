@@ -1,0 +1,86 @@
+"""Detection of components that still draw from a rank's own generator, so that results depend on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import foreign_random, foreign_state
+
+_SHOWN = 3
+
+FOREIGN = "Python's or numpy's random"
+"""Name that stands for generators other than torch's, in a list of torch operators."""
+
+
+class _Watch(TorchDispatchMode):
+    """Context that records the names of operators that change the state of a generator. Operators that can draw do not
+    always do so (attention without dropout)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.operators: dict[str, None] = {}
+        self._device = device
+
+    def _states(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = self._states()
+        result = func(*args, **(kwargs or {}))
+        if self._device.type == "meta":  # the meta device draws nothing: count every operator that can draw
+            self.operators[func.overloadpacket.__name__] = None
+        if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
+            self.operators[func.overloadpacket.__name__] = None
+        return result
+
+
+def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, tuple[str, ...]]:
+    """Names of the components that draw random numbers themselves in their current mode, and the torch operators with
+    which they do; call after :func:`asa.sharding.layers.dropout.make_reproducible`.
+
+    ``batch`` is the model's input, on the components' device; their context knows its samples. Python's own generator
+    and numpy's are named :data:`FOREIGN`. Other generators are not detected.
+    """
+    operators = {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []):
+        for component in components:
+            before = foreign_state()
+            with _Watch(batch.device) as watch, foreign_random():
+                batch = component(batch)[0]
+                if foreign_state()[: len(before)] != before:
+                    watch.operators[FOREIGN] = None
+            if watch.operators:
+                operators[component.name] = tuple(watch.operators)
+    return operators
+
+
+def draws_note(operators_of: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """A sentence about the result of :func:`drawing`; empty if there are no such components.
+
+    >>> draws_note({"head": ("randn_like",)})
+    ('head draws random numbers of its own (randn_like): what training computes depends on the plan',)
+    """
+    if not operators_of:
+        return ()
+    who = f"{several(list(operators_of))} {'draws' if len(operators_of) == 1 else 'draw'} random numbers of "
+    how = ", ".join(dict.fromkeys(name for operators in operators_of.values() for name in operators))
+    whose = "its" if len(operators_of) == 1 else "their"
+    return (f"{who}{whose} own ({how}): what training computes depends on the plan",)
+
+
+def several(names: Sequence[str]) -> str:
+    """The first three names, and the number of others.
+
+    >>> several(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
