@@ -12,6 +12,7 @@ from asa.cost.planned import price_plan
 from asa.errors import InfeasibleError, UsageError
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.consistency import NAMES, parse
+from asa.ir.profile import Profile
 from asa.ir.staleness import PLAIN, Curve, Setting, Staleness, Target, TrainingRun
 from asa.planner import Request, plan
 from asa.planner.answer.consistency import EVEN, UNEVEN, Consistency, compare
@@ -70,14 +71,21 @@ def box(speeds: tuple[float, ...] | None = None, links: float = 1.0) -> Cluster:
 
 
 def table(
-    cluster: Cluster, *, loosely: bool = True, target: Target | None = None, known=(), asked=(), gpus: int = 4
+    cluster: Cluster, *, loosely: bool = True, target: Target | None = None, known=(), asked=(), gpus: int = 4,
+    profile: Profile | None = None,
 ) -> Consistency:  # fmt: skip
-    request = Request(gpus=gpus, global_batch=16)
-    answer = plan(nouns.profile(), cluster, FULL, request)[0]
+    request, profile = Request(gpus=gpus, global_batch=16), profile or nouns.profile()
+    answer = plan(profile, cluster, FULL, request)[0]
     return compare(
-        nouns.profile(), cluster, FULL, request, answer, loosely=loosely, target=target, curves=known,
+        profile, cluster, FULL, request, answer, loosely=loosely, target=target, curves=known,
         asked=[parse(a) for a in asked],
     )  # fmt: skip
+
+
+def updating(factor: float) -> Profile:
+    """A profile whose updates, and so copies of its weights, take ``factor`` times as long."""
+    made = nouns.profile()
+    return replace(made, updates=tuple(replace(u, step=nouns.stat(factor * u.step.median)) for u in made.updates))
 
 
 def rows(found: Consistency):
@@ -94,7 +102,8 @@ def test_the_floor_stands_in_every_table_and_disciplines_only_where_asked():
 
 def test_one_of_four_devices_at_half_speed():
     """Uneven batches win what asynchronous training wins, without its staleness."""
-    found = rows(table(box((1.0, 1.0, 1.0, 0.5), links=1e-6), asked=("ps_bounded:window=100:max_age=none",)))
+    asked = ("ps_bounded:window=100:max_age=none",)
+    found = rows(table(box((1.0, 1.0, 1.0, 0.5), links=1e-6), asked=asked, profile=updating(0.3)))
     even, uneven = found[EVEN].step_time_s, found[UNEVEN].step_time_s
     assert 1.4 < even / uneven < 1.85
     assert found[UNEVEN].max_age == 0
@@ -102,6 +111,15 @@ def test_one_of_four_devices_at_half_speed():
         assert 1.4 < even / found[name].step_time_s < 1.85
     assert found["ps_bounded"].step_time_s >= 0.99 * found["ps_async"].step_time_s
     assert even == pytest.approx(found["ps_sync"].step_time_s, rel=0.15)
+
+
+def test_copies_of_heavy_weights_make_servers_slower():
+    """Workers copy gradients and weights, and a server copies them for each worker, which DDP does not."""
+    light, heavy = (rows(table(box(links=1e-6), profile=updating(f))) for f in (0.01, 1.0))
+    updates_s = sum(u.step.median for u in nouns.profile().updates if u.tensor_degree == 1)
+    for name in ("ps_sync", "ps_async"):
+        assert heavy[name].step_time_s - light[name].step_time_s > 2 * updates_s
+    assert heavy[EVEN].step_time_s - light[EVEN].step_time_s == pytest.approx(updates_s, rel=0.3)
 
 
 def test_without_a_target_nothing_is_said_of_steps():

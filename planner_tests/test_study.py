@@ -406,7 +406,9 @@ def test_epochs_that_are_finished_are_kept_if_a_training_is_stopped(ending, monk
 )
 def test_a_training_that_diverges_names_its_rate_and_the_option_that_lowers_it(words, rate, monkeypatch, tmp_path):
     def diverged(*_):
-        raise WorkersFailedError("the loss is no longer finite in epoch 0; lower the learning rate, or wait more")
+        raise WorkersFailedError(
+            "the loss is no longer finite in epoch 0; lower the learning rate with --lr, or wait more"
+        )
 
     monkeypatch.setattr(study_runners.Site, "images", lambda _: (range(80), range(8)))
     monkeypatch.setattr(study_runners, "plan_of", lambda *_: nouns.plan())

@@ -331,7 +331,7 @@ def test_a_disk_that_fills_up_ends_all_ranks_with_5_and_keeps_what_is_there(
 
 
 def test_a_loss_that_explodes_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(WorkersFailedError, match=r"loss is no(t| longer) finite .*; lower the learning rate"):
+    with pytest.raises(WorkersFailedError, match=r"loss is no(t| longer) finite .*; lower the learning rate with --lr"):
         _train(training.plan(ranks=2), training.settings(tmp_path, lr=1e30, warmup=0.0))
     assert _result(tmp_path)["exit_code"] == 6
 

@@ -135,7 +135,7 @@ def _train_one(site: Site, strategy: str) -> BenchResult | str:
         from asa.executor.training.settings import LEARNING_RATE
 
         rate = site.args.lr or LEARNING_RATE[site.args.optimizer]
-        why = str(error).replace("lower the learning rate", f"lower the learning rate of {rate:g} with --lr")
+        why = str(error).replace("learning rate with --lr", f"learning rate of {rate:g} with --lr")
         return c.unmeasured(site.block.model, strategy, site.block.global_batch, why)
 
 

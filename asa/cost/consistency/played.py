@@ -14,22 +14,23 @@ class Worker:
     """One worker. Times are in seconds.
 
     ``step_s``: mean of forward and backward of its ``rows`` samples of a global batch, without waiting. ``push_s``,
-    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``update_s``: an
-    optimizer step on all weights, if workers run it.
+    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``copy_s``: copies of
+    its gradients and of the new weights, once in a cycle. ``update_s``: an optimizer step, if workers run it.
     """
 
     step_s: float
     rows: float = 1.0
     push_s: float = 0.0
     pull_s: float = 0.0
+    copy_s: float = 0.0
     update_s: float = 0.0
 
 
 @noun
 class Server:
     """One server. Its link is busy for ``receive_s`` seconds with the gradients of one worker, and for ``send_s`` with
-    the weights for one worker; ``apply_s`` seconds compute an update of its part of the weights. ``beside``: the worker
-    whose device it shares; None if it has its own."""
+    the weights for one worker; ``apply_s`` seconds compute an update of its part of the weights, and copy it for
+    replies. ``beside``: the worker whose device it shares; None if it has its own."""
 
     receive_s: float = 0.0
     send_s: float = 0.0

@@ -122,7 +122,7 @@ class Served:
             self._sending[j] = max(now, self._sending[j]) + server.send_s
             together_s = now + self._num_remote[j] * server.send_s
             received_s = max(received_s, together_s if self.discipline.lockstep else self._sending[j])
-        compute = self._draws.steps(w, self.discipline.period)
+        compute = self._draws.steps(w, self.discipline.period) + machine.workers[w].copy_s
         if self.discipline.period > 1:
             compute += self.discipline.period * machine.workers[w].update_s
         me.computing = True
@@ -207,10 +207,8 @@ class Served:
             me.finished.append((self.now, rows))
         self._ticked(me.clock)
         me.clock += 1
-        if self.discipline.synchronous and self._slowest < me.clock:
-            return  # the others' update is the same one
-        if self.discipline.synchronous:
-            for other in range(len(self._workers)):
+        if self.discipline.synchronous:  # the update of all workers is the same one
+            for other in range(len(self._workers)) if self._slowest >= me.clock else ():
                 self._begin(other, self.now)
             return
         self._begin(w, self.now)

@@ -375,10 +375,11 @@ class Server:
         if not accepted:
             return
         total_weight = sum(weight for _, weight in accepted)
-        gradient = accepted[0][0].gradient * accepted[0][1]
+        gradient = accepted[0][0].gradient
+        if len(accepted) > 1:
+            gradient.mul_(accepted[0][1] / total_weight)
         for push, weight in accepted[1:]:
-            gradient.add_(push.gradient, alpha=weight)
-        gradient /= total_weight
+            gradient.add_(push.gradient, alpha=weight / total_weight)
         for push, _ in accepted:
             self._total += push.samples
             self.counts.applied += push.samples

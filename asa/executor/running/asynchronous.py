@@ -129,7 +129,9 @@ class AsynchronousExecutor(TrainingExecutor):
 
     def _diverged(self, epoch: int) -> WorkersFailedError:
         others = ", or let workers wait more" if len(self._votes.live) > 1 else ""
-        return WorkersFailedError(f"the loss is no longer finite in epoch {epoch}; lower the learning rate{others}")
+        return WorkersFailedError(
+            f"the loss is no longer finite in epoch {epoch}; lower the learning rate with --lr{others}"
+        )
 
     def _tickets(self, epoch: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
         """Position, number of samples and global batch of each step of this worker, until none are left.

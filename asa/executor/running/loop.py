@@ -346,7 +346,8 @@ class TrainingExecutor(PlannedExecutor):
         loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if not rows or not math.isfinite(loss):
             raise WorkersFailedError(
-                f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
+                f"the validation loss is not finite after step {self._step}; lower the learning rate "
+                "with --lr, or train in fp32"
             )
         return loss / rows, hits / rows, rows
 

@@ -158,7 +158,7 @@ class EpochTimer:
         loss, hits, rows = (math.fsum(rank[i] for rank in figures) for i in range(3))
         if not math.isfinite(loss):
             raise WorkersFailedError(
-                f"the loss is no longer finite at step {step}; lower the learning rate, or train in fp32"
+                f"the loss is no longer finite at step {step}; lower the learning rate with --lr, or train in fp32"
             )
         self._sums = (self._sums[0] + loss, self._sums[1] + hits, self._sums[2] + rows)
         # The last rank to arrive does not wait for others, so the smallest cost is that of the exchange itself.

@@ -5,8 +5,7 @@ step time is simulated (:mod:`asa.cost.consistency`) from the same prices as tho
 replicated component, a message between two ranks for a push and a pull, an all_reduce for an average of weights. A push
 starts after backward and the weights arrive before the next forward, so neither is hidden.
 
-These are prices of time and memory alone. How many more steps stale weights need to a target is a separate curve
-(:mod:`asa.ir.staleness`).
+How many more steps stale weights need to a target is a separate curve (:mod:`asa.ir.staleness`).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from asa.cost.step import StepCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.work.spread import expected_maximum, relative_deviation
 from asa.errors import UsageError
+from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir.codec import noun
 from asa.ir.consistency import Discipline, parse
 from asa.ir.layout import largest_shard
@@ -29,6 +29,8 @@ from asa.planner.space.candidate import Candidate, Prices
 TABLED = ("ps_sync", "ps_async", "ps_bounded")
 """Disciplines that are priced beside every plan."""
 
+_COPIES, _SUM = 2.5, 0.65
+"""Copies of all weights for a push and a pull: of a worker (into one vector, scaled, and back); of a sum, by worker."""
 _CYCLES, _MOST, _LEAST = 2000, 48, 4
 """Most steps of all workers together in a simulation, and its most and fewest global batches."""
 
@@ -44,8 +46,7 @@ class Disciplined:
 
 def why_not(name: str) -> str:
     """The reason why a discipline is not chosen."""
-    exact = parse(name).synchronous
-    changed = "" if exact else ", and --consistency any says what changed convergence costs"
+    changed = "" if parse(name).synchronous else ", and --consistency any says what changed convergence costs"
     return f"not chosen: it runs where it is asked for by name{changed}"
 
 
@@ -74,19 +75,25 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
     # The distance between two ranks that communicate over the widest level of links among these ranks.
     distance = max((level.devices for level in space.cluster.levels[:-1] if level.devices < ranks), default=1)
     message = links.handover(size / num_servers, distance, 1) if num_servers else 0.0
+    rate, words = space.cluster.device.host_bandwidth, OPTIMIZER_WORDS[space.request.optimizer]
+    # An optimizer step reads gradients, weights and state and writes the last two; a copy reads twice and writes once.
+    copy_s = size / rate if rate else update_s * 3 / (3 + 2 * words)
+    copies = (1 + _SUM) * count if discipline is not None and discipline.synchronous else 1.0
     # A worker sends nothing to a server on its own rank.
     remote = [message * (num_servers - (on_workers and w < num_servers)) for w in range(count)]
     return Machine(
         workers=tuple(
             Worker(
                 step_s=slowest_s * min(speeds) / speed * share / largest, rows=share, push_s=sent, pull_s=sent,
+                copy_s=_COPIES * copy_s if num_servers else 0.0,
                 update_s=update_s if discipline is None or not num_servers or discipline.period > 1 else 0.0,
             )
             for speed, sent in zip(speeds[:count], remote, strict=True)
         ),
         servers=tuple(
             Server(
-                receive_s=message, send_s=message, apply_s=update_s / num_servers, beside=j if on_workers else None
+                receive_s=message, send_s=message, apply_s=(update_s + copies * copy_s) / num_servers,
+                beside=j if on_workers else None,
             )
             for j in range(num_servers)
         ),
