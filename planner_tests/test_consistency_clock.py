@@ -18,14 +18,18 @@ CLOCKED = tuple(n for n in NAMES if n != "pipedream")
 
 def machine(
     speeds=(1.0, 1.0, 1.0, 1.0), *, servers: int = 0, link: float = 0.0, apply: float = 0.0, spread: float = 0.0,
-    meeting: float = 0.0, beside: bool = False,
+    meeting: float = 0.0, beside: bool = False, handling: float = 0.0,
 ) -> Machine:  # fmt: skip
     """Workers of those speeds whose step takes a second at speed 1; ``link`` seconds for a push and for a pull."""
     return Machine(
         workers=tuple(Worker(step_s=1 / s, push_s=link, pull_s=link) for s in speeds),
         servers=tuple(
             Server(
-                receive_s=link / servers, send_s=link / servers, apply_s=apply / servers, beside=j if beside else None
+                receive_s=link / servers,
+                send_s=link / servers,
+                handling_s=handling / servers,
+                apply_s=apply / servers,
+                beside=j if beside else None,
             )
             for j in range(servers)
         ),
@@ -44,6 +48,15 @@ HALF = (1.0, 1.0, 1.0, 0.5)
 def step_time(name: str, steps: int = 60, **kwargs) -> float:
     d = parse(name)
     return play(d, for_discipline(d, **kwargs), steps=steps).step_time_s
+
+
+def test_a_server_beside_a_worker_shares_its_processor():
+    """Two workers and one server; a cycle of the other worker keeps the shared processor busy for 0.5 s."""
+    work = {"speeds": (1.0, 1.0), "link": 0.1, "apply": 0.3, "beside": True}
+    free, shared = (step_time("ps_async", handling=h, **work) for h in (0.0, 0.1))
+    assert free < shared < free + 0.4
+    apart = {**work, "beside": False}
+    assert step_time("ps_async", handling=0.1, **apart) == step_time("ps_async", **apart)
 
 
 @pytest.mark.parametrize("name", [n for n in CLOCKED if n != "fedavg"])

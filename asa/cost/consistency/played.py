@@ -29,11 +29,13 @@ class Worker:
 @noun
 class Server:
     """One server. Its link is busy for ``receive_s`` seconds with the gradients of one worker, and for ``send_s`` with
-    the weights for one worker; ``apply_s`` seconds compute an update of its part of the weights, and copy it for
-    replies. ``beside``: the worker whose device it shares; None if it has its own."""
+    the weights for one worker; each such message keeps its processor busy for ``handling_s``. ``apply_s`` seconds
+    compute an update of its part of the weights, and copy it for replies. ``beside``: the worker whose device it
+    shares; None if it has its own."""
 
     receive_s: float = 0.0
     send_s: float = 0.0
+    handling_s: float = 0.0
     apply_s: float = 0.0
     beside: int | None = None
 

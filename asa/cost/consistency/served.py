@@ -6,8 +6,9 @@ one at a time, in order of arrival; where workers take all steps together, weigh
 together. Its processor applies one push at a time. A worker pulls again when its push is applied. Under a synchronous
 discipline the servers add up the pushes of all workers and update once.
 
-A server that shares a worker's device delays this worker by its updates, and exchanges no messages with it. Without
-servers (``hogwild``) every worker writes to shared memory: there are no queues, and each worker computes its updates.
+A server that shares a worker's device exchanges no messages with it. While both have work, each has half of the
+processor. Without servers (``hogwild``) every worker writes to shared memory: there are no queues, and each worker
+computes its updates.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class Served:
         self.now = 0.0
         self._ages: list[int] = []
         self._exact_ages: list[float] = []
-        self._at_clock: dict[int, int] = {0: len(machine.workers)}
         self._slowest = 0
         self._blocked: set[int] = set()
         self._rejected = 0
@@ -97,13 +97,6 @@ class Served:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, kind, w))
 
-    def _ticked(self, clock: int) -> None:
-        """Record that a worker has finished step number ``clock``."""
-        self._at_clock[clock] -= 1
-        self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
-        while not self._at_clock.get(self._slowest):
-            self._slowest += 1
-
     def _begin(self, w: int, now: float) -> None:
         """Start a cycle of worker ``w``: it pulls and computes, or it waits because of the window."""
         me, machine = self._workers[w], self.machine
@@ -119,7 +112,7 @@ class Served:
         me.pulled = self.applied - me.own_rows
         received_s = now + machine.workers[w].pull_s
         for j, server in self._remote[w]:
-            self._sending[j] = max(now, self._sending[j]) + server.send_s
+            self._sending[j] = max(now, self._sending[j]) + self._shared(j, server.send_s, server.handling_s)
             together_s = now + self._num_remote[j] * server.send_s
             received_s = max(received_s, together_s if self.discipline.lockstep else self._sending[j])
         compute = self._draws.steps(w, self.discipline.period) + machine.workers[w].copy_s
@@ -152,7 +145,8 @@ class Served:
         me.computing = False
         sent = self.now + worker.push_s
         for j, server in self._remote[w]:
-            self._receiving[j] = max(self.now, self._receiving[j]) + server.receive_s
+            took = self._shared(j, server.receive_s, server.handling_s)
+            self._receiving[j] = max(self.now, self._receiving[j]) + took
             sent = max(sent, self._receiving[j])
         self._at(sent, "arrived", w)
 
@@ -187,26 +181,31 @@ class Served:
         done = now
         for j, server in enumerate(self.machine.servers):
             start = max(now, self._applying[j])
-            self._applying[j] = start + server.apply_s
+            self._applying[j] = start + self._shared(j, server.apply_s, server.apply_s)
             done = max(done, self._applying[j])
-            if server.beside is not None and self._workers[server.beside].computing:
-                self._workers[server.beside].late_s += server.apply_s
         return done
+
+    def _shared(self, j: int, alone_s: float, work_s: float) -> float:
+        """Seconds that server ``j`` takes for ``alone_s`` seconds that keep its processor busy for ``work_s``. A worker
+        that computes on the same device is later by ``work_s``."""
+        beside = self.machine.servers[j].beside
+        if beside is None or not self._workers[beside].computing:
+            return alone_s
+        self._workers[beside].late_s += work_s
+        return alone_s + work_s
 
     def _finished(self, w: int) -> None:
         """Continue with ``w``, whose push was applied or rejected, and with the workers that waited for it."""
-        me, rows = self._workers[w], self.machine.workers[w].rows * self.discipline.period
-        if me.rejected:
-            me.rejected = False
-            me.finished.append((self.now, 0.0))
-        else:
-            if self.discipline.synchronous:
-                self._aged(0.0)
-            self.applied += rows
-            me.own_rows += rows
-            me.finished.append((self.now, rows))
-        self._ticked(me.clock)
+        me = self._workers[w]
+        rows = 0.0 if me.rejected else self.machine.workers[w].rows * self.discipline.period
+        if self.discipline.synchronous:
+            self._aged(0.0)
+        me.rejected = False
+        self.applied += rows
+        me.own_rows += rows
+        me.finished.append((self.now, rows))
         me.clock += 1
+        self._slowest = min(other.clock for other in self._workers)
         if self.discipline.synchronous:  # the update of all workers is the same one
             for other in range(len(self._workers)) if self._slowest >= me.clock else ():
                 self._begin(other, self.now)

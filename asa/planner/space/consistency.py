@@ -92,8 +92,8 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
         ),
         servers=tuple(
             Server(
-                receive_s=message, send_s=message, apply_s=(update_s + copies * copy_s) / num_servers,
-                beside=j if on_workers else None,
+                receive_s=message, send_s=message, handling_s=message if space.cluster.shared_memory else 0.0,
+                apply_s=(update_s + copies * copy_s) / num_servers, beside=j if on_workers else None,
             )
             for j in range(num_servers)
         ),
