@@ -113,7 +113,7 @@ def test_averages_of_every_step_are_data_parallelism_also_with_unequal_workers_a
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(1, "learning rate$"), (2, "or let workers wait more")])
+@pytest.mark.parametrize(("ranks", "words"), [(1, "learning rate with --lr$"), (2, "or let workers wait more")])
 def test_workers_that_do_not_wait_end_inside_an_epoch_whose_loss_is_not_finite(tmp_path, monkeypatch, ranks, words):
     monkeypatch.setattr("asa.executor.running.asynchronous.VOTE_EVERY_S", 0.0)
     monkeypatch.setenv(faults.VARIABLE, "exception:the epoch went on@point=data,step=8")
