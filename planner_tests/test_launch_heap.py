@@ -98,7 +98,7 @@ def test_steps_take_what_the_step_before_has_left():
 
     def taken(settings: str) -> float:
         done = subprocess.run(
-            [sys.executable, "-c", _HELD], capture_output=True, text=True, check=True, timeout=60,
+            [sys.executable, "-c", _HELD], capture_output=True, text=True, check=True, timeout=240,
             cwd=Path(__file__).parent.parent, env={**os.environ, heap.VARIABLE: settings},
         )  # fmt: skip
         return float(done.stdout)
