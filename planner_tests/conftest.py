@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 # Before torch is imported by whichever test comes first, and without importing it here.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+from asa.planner import clock
+
+clock.PATIENCE = 1e9
+"""Searches count their own work alone: what others have of the cores meanwhile would end them early."""
+
+with suppress(ModuleNotFoundError):  # tests of GPUs need no more than pytest
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("the same everywhere", deadline=None, derandomize=True, suppress_health_check=slow)
+    settings.load_profile("the same everywhere")
 
 
 LONGEST = (
@@ -36,6 +50,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported stays: not looked through for garbage again and again."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _by_itself() -> Iterator[None]:
+    """A test draws the same numbers, and finds no fault armed, whatever ran before it in its process: that differs from
+    run to run."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
+    yield
+    if "asa.launch.faults" in sys.modules:
+        sys.modules["asa.launch.faults"].arm("")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,7 +17,7 @@ from asa.cli import main
 from asa.launch.forking import fork_beside_threads
 
 
-def asa(*argv: str, cwd: Path, code: int = 0, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def asa(*argv: str, cwd: Path, code: int = 0, timeout_s: float = 480) -> subprocess.CompletedProcess[str]:
     """Run the console script's function in ``cwd``, none of the user's variables set; streams are files.
 
     Raises:

@@ -118,7 +118,7 @@ class Program:
     def spread(self, names: list[str]) -> dict[str, list[State | str]]:
         """On two ranks, the states by rank under every plan in ``names``, or the error's text."""
         plans = [self.plan(name) for name in names]
-        found = run_ranks(2, _trained, self, plans, threads=1, timeout_s=30)
+        found = run_ranks(2, _trained, self, plans, threads=1, timeout_s=120)
         return {name: [rank[i] for rank in found] for i, name in enumerate(names)}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import json
 import os
 import socket
@@ -85,7 +87,7 @@ class Program:
             self.returncode = _asked({"poll": self.pid})
         return self.returncode
 
-    def wait(self, timeout: float = 240.0) -> int:
+    def wait(self, timeout: float = 480.0) -> int:
         """The exit code, once there is one.
 
         Raises:
@@ -118,14 +120,24 @@ def asa_started(*argv: str, cwd: Path) -> Program:
     return started(COMMAND, *argv, out=cwd / "said", err=cwd / "said.errors", env=env, cwd=cwd)
 
 
+_NUMBERS = itertools.count()
+
+
+def free_port() -> int:
+    """A port that nobody has, and that Linux gives nobody by itself: one that it gave and took back may be another
+    process's before a rank listens there. Processes that run tests begin at different ones."""
+    while True:
+        port = 20_000 + (97 * os.getpid() + next(_NUMBERS)) % 12_000
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+
+
 def together(ranks: int) -> dict[str, str]:
-    """What torchrun tells all ranks of a program on this machine; they meet at a port that is free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """What torchrun tells all ranks of a program on this machine."""
     return {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ STEPS, WINDOW, BEGINS, ENDS = 60, 20, 60, 300
 
 
 def _solve(_plan: Plan, _measured: Any, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
-    request = Request(gpus=gpus, global_batch=8, time_limit_s=0.5)
+    request = Request(gpus=gpus, global_batch=8, time_limit_s=60)
     found = plan(profile, cluster, STRATEGIES, request)[0]
     return dataclasses.replace(found, profile_fingerprint=_plan.profile_fingerprint)
 
@@ -44,7 +44,7 @@ def _model(ranks: int, profile: Profile = PROFILE) -> Model:
 
 @cache
 def _first(ranks: int, profile: Profile = PROFILE) -> Plan:
-    request = Request(gpus=ranks, global_batch=8, time_limit_s=0.5)
+    request = Request(gpus=ranks, global_batch=8, time_limit_s=60)
     return plan(profile, nouns.cluster(ranks), STRATEGIES, request)[0]
 
 
@@ -826,7 +826,7 @@ def test_what_a_change_was_measured_to_gain_counts_on_the_way_back() -> None:
 
     _, cluster = _model(2).corrected(_slowness(2, links=32.0), range(2))
     model = dataclasses.replace(_model(2), cluster=cluster)
-    first = plan(PROFILE, cluster, STRATEGIES, Request(gpus=2, global_batch=8, time_limit_s=0.5))[0]
+    first = plan(PROFILE, cluster, STRATEGIES, Request(gpus=2, global_batch=8, time_limit_s=60))[0]
     clean, worse = (PROFILE, cluster), model.corrected(_slowness(2, rank=1, by=3.0), range(2))
     world = Better(
         first, lambda step: worse if BEGINS <= step < ENDS else clean, STRATEGIES, processes=2, steps=STEPS,

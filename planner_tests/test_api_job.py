@@ -64,7 +64,7 @@ def test_any_plan_trains_as_one_device_does() -> None:
     expected = float(loss_fn(net(first[0]), first[1]).detach())
     net.load_state_dict(weights)
     x, y, _ = (torch.cat(parts) for parts in zip(*user.loader(shuffle=False), strict=True))
-    for ranks in zip(*run_ranks(2, run, plans, threads=1, timeout_s=60), strict=True):
+    for ranks in zip(*run_ranks(2, run, plans, threads=1, timeout_s=120), strict=True):
         for state, losses, _, validation, steps in ranks:
             assert user.distance(state, weights) < 1e-11
             assert losses[0] == pytest.approx(expected, rel=1e-12)
@@ -101,7 +101,7 @@ def made(rank: int, plan: Plan, replan: bool) -> None:
 
 @pytest.mark.parametrize("replan", [True, False])
 def test_a_plan_that_is_handed_in_stays_and_one_rank_says_so(replan: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(2, made, in_float64(plan_of(uniform(2, 1))), replan, threads=1, timeout_s=60)
+    run_ranks(2, made, in_float64(plan_of(uniform(2, 1))), replan, threads=1, timeout_s=120)
     said = [line for line in capfd.readouterr().err.splitlines() if "the plan stays" in line]
     expected = ["asa: the plan stays, whatever steps take (it was handed in; plan='auto' adapts)"]
     assert said == (expected if replan else [])
@@ -133,7 +133,7 @@ def scored(rank: int, plan: Plan, out: Path) -> list[float]:
 def test_class_labels_have_an_accuracy_and_a_folder_has_the_log_and_the_result(tmp_path: Path) -> None:
     for number, plan in enumerate((pipeline(), in_float64(plan_of(alternating(2))))):
         out = tmp_path / str(number)
-        for accuracy, expected, other, of_other in run_ranks(2, scored, plan, out, threads=1, timeout_s=60):
+        for accuracy, expected, other, of_other in run_ranks(2, scored, plan, out, threads=1, timeout_s=120):
             assert accuracy == pytest.approx(expected, abs=1e-9)
             assert other == pytest.approx(of_other, abs=1e-9)
         result = json.loads((out / "result.json").read_text())
@@ -160,7 +160,7 @@ def regressed(rank: int, plan: Plan, out: Path) -> None:
 
 
 def test_labels_that_are_no_classes_have_no_accuracy_and_a_wrong_metric_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, regressed, in_float64(plan_of(uniform(1, 1), width=1)), tmp_path, threads=1, timeout_s=60)
+    run_ranks(1, regressed, in_float64(plan_of(uniform(1, 1), width=1)), tmp_path, threads=1, timeout_s=120)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["exit_code"], result["epochs"][0]["validation_accuracy"]) == (2, None)
     assert result["epochs"][0]["validation_loss"] > 0, "the epoch before the resume is in the result"
@@ -169,13 +169,13 @@ def test_labels_that_are_no_classes_have_no_accuracy_and_a_wrong_metric_is_refus
 def test_a_fault_asked_for_comes_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, "exception:boom@rank=1,step=2,point=optimizer")
     with pytest.raises(WorkersFailedError, match="rank 1 of 2 failed with RuntimeError: boom"):
-        run_ranks(2, straight, in_float64(plan_of(uniform(2, 1))), threads=1, timeout_s=60)
+        run_ranks(2, straight, in_float64(plan_of(uniform(2, 1))), threads=1, timeout_s=120)
 
 
 def test_resume_under_another_plan(tmp_path: Path) -> None:
     plans = [pipeline(), in_float64(plan_of(alternating(2)))]
-    resumed = run_ranks(2, interrupted, plans, tmp_path / "run", threads=1, timeout_s=60)[0]
-    whole = run_ranks(2, straight, plans[0], threads=1, timeout_s=60)[0]
+    resumed = run_ranks(2, interrupted, plans, tmp_path / "run", threads=1, timeout_s=120)[0]
+    whole = run_ranks(2, straight, plans[0], threads=1, timeout_s=120)[0]
     assert user.distance(resumed, whole) < 1e-11
     assert user.distance(whole, reference()) > 1e-6, "the order is shuffled, anew in every epoch"
 
@@ -271,7 +271,7 @@ def test_a_job_moves_to_another_plan() -> None:
     plans = [in_float64(plan_of(uniform(2, 1), "zero1")), pipeline(), in_float64(plan_of(alternating(2)))]
     net = user.model()
     user.loop(net, user.optimizer(net, "adamw"), user.loader(shuffle=False), 3)
-    state = run_ranks(2, moving, plans, threads=1, timeout_s=60)[0]
+    state = run_ranks(2, moving, plans, threads=1, timeout_s=120)[0]
     assert user.distance(state, net.state_dict()) < 1e-11
 
 
@@ -306,7 +306,7 @@ def test_a_job_leaves_a_process_out_and_takes_it_back() -> None:
     ]  # fmt: skip
     net = user.model()
     user.loop(net, user.optimizer(net, "adamw"), user.loader(shuffle=False), 4)
-    found = run_ranks(2, leaving_out, placed, threads=1, timeout_s=60)
+    found = run_ranks(2, leaving_out, placed, threads=1, timeout_s=120)
     for state, outcomes, ranks in found:
         assert user.distance(state, net.state_dict()) < 1e-11
         assert outcomes == found[0][1]
@@ -327,7 +327,7 @@ def automatic(rank: int, out: Path) -> Any:
 
 
 def test_an_automatic_plan(tmp_path: Path) -> None:
-    for ranks, first, last, epoch in run_ranks(2, automatic, tmp_path, threads=1, timeout_s=60):
+    for ranks, first, last, epoch in run_ranks(2, automatic, tmp_path, threads=1, timeout_s=120):
         assert ranks == 2
         assert last < first
         assert epoch == 5
@@ -359,5 +359,5 @@ def test_meetings_of_every_step_weigh_workers_by_their_samples() -> None:
     net = user.model()
     user.loop(net, torch.optim.SGD(net.parameters(), lr=0.1), user.loader(shuffle=False), 2)
     names = ["local_sgd:period=1", "diloco:period=1:outer_rate=1:outer_momentum=0"]
-    for name, state in zip(names, run_ranks(2, _met, names, threads=1, timeout_s=60)[0], strict=True):
+    for name, state in zip(names, run_ranks(2, _met, names, threads=1, timeout_s=120)[0], strict=True):
         assert user.distance(state, net.state_dict()) < 1e-12, name

@@ -69,7 +69,7 @@ CASES = {
 def test_a_loop_gives_the_numbers_of_one_device(optimizer: str) -> None:
     weights, order = reference(optimizer)
     plans = [in_float64(plan_of(*case)) for case in CASES.values()]
-    ranks = run_ranks(2, train, plans, optimizer, {}, threads=1, timeout_s=60)
+    ranks = run_ranks(2, train, plans, optimizer, {}, threads=1, timeout_s=120)
     for i, name in enumerate(CASES):
         (state, first, groups, norm), (again, second, _, same) = ranks[0][i], ranks[1][i]
         assert user.distance(state, weights) < 1e-11, name
@@ -85,7 +85,7 @@ def test_batches_too_small_for_all_ranks() -> None:
     options = {"samples": 9, "batch": 4}  # the last batch has one sample
     weights, _ = reference(**options)
     plans = [in_float64(plan_of(uniform(2, 1))), in_float64(plan_of(alternating(2)))]
-    for found in run_ranks(2, train, plans, "sgd", options, threads=1, timeout_s=60)[0]:
+    for found in run_ranks(2, train, plans, "sgd", options, threads=1, timeout_s=120)[0]:
         assert user.distance(found[0], weights) < 1e-11
 
 
@@ -129,7 +129,7 @@ def automatic(rank: int, cache: Path) -> Any:
 
 
 def test_an_automatic_plan_is_kept_and_used_again(tmp_path: Path) -> None:
-    (plans, output), (others, same) = run_ranks(2, automatic, tmp_path, threads=1, timeout_s=60)
+    (plans, output), (others, same) = run_ranks(2, automatic, tmp_path, threads=1, timeout_s=120)
     assert plans == others
     assert plans[0] == plans[1]
     assert len(list(tmp_path.glob("*.plan.json"))) == 1
@@ -148,7 +148,7 @@ def streamed(rank: int, plan: Plan) -> Any:
 def test_a_stream_is_cut_by_every_rank() -> None:
     net = user.model()
     user.loop(net, user.optimizer(net), user.loader(shuffle=False))
-    (first, state), (second, _) = run_ranks(2, streamed, in_float64(plan_of(uniform(2, 1))), threads=1, timeout_s=60)
+    (first, state), (second, _) = run_ranks(2, streamed, in_float64(plan_of(uniform(2, 1))), threads=1, timeout_s=120)
     assert user.distance(state, net.state_dict()) < 1e-11
     assert torch.equal(torch.cat([torch.cat(pair) for pair in zip(first, second, strict=True)])[:27], torch.arange(27))
 
@@ -170,7 +170,7 @@ def differing(rank: int, plan: Plan) -> list[str]:
 
 def test_loaders_that_differ_are_named() -> None:
     plan = in_float64(plan_of(uniform(2, 1)))
-    for found in run_ranks(2, differing, plan, threads=1, timeout_s=60):
+    for found in run_ranks(2, differing, plan, threads=1, timeout_s=120):
         assert [text.split("by rank, ")[1].split(";")[0] for text in found] == [
             "8 samples, 9 samples",
             "none, 8 samples",

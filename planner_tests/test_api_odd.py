@@ -136,7 +136,7 @@ def on_rank(rank: int, plans: dict[tuple[str, str], Plan]) -> dict[tuple[str, st
 def test_changes_in_place_and_loss_scales_are_those_of_one_device() -> None:
     plans = {(what, name): plan_for(name, make) for (what, name), (make, _step) in CASES.items()}
     expected = {what: trained(make, step()) for (what, _name), (make, step) in CASES.items()}
-    for (what, name), state in run_ranks(2, on_rank, plans, threads=1, timeout_s=60)[1].items():
+    for (what, name), state in run_ranks(2, on_rank, plans, threads=1, timeout_s=120)[1].items():
         assert user.distance(state, expected[what]) < 1e-9, (what, name)
 
 
@@ -183,7 +183,7 @@ def test_two_models_in_one_loop() -> None:
     expected = adversaries()
     names = ("ddp", "tensor")
     plans = [(plan_for(name, generator), plan_for(name, critic)) for name in names]
-    for name, found in zip(names, run_ranks(2, adversaries_on_rank, plans, threads=1, timeout_s=60)[0], strict=True):
+    for name, found in zip(names, run_ranks(2, adversaries_on_rank, plans, threads=1, timeout_s=120)[0], strict=True):
         for state, reference in zip(found, expected, strict=True):
             assert user.distance(state, reference) < 1e-9, name
 
@@ -244,7 +244,7 @@ def refused_on_rank(rank: int, plans: dict[str, Plan]) -> dict[str, str]:
 
 def test_what_ranks_would_get_wrong_in_silence_is_refused() -> None:
     plans = {case: plan_for(name, make) for case, (name, make, _step, _words) in REFUSED.items()}
-    for found in run_ranks(2, refused_on_rank, plans, threads=1, timeout_s=60):
+    for found in run_ranks(2, refused_on_rank, plans, threads=1, timeout_s=120):
         for case, (_plan, _make, _step, words) in REFUSED.items():
             assert found[case].startswith(UsageError.__name__), (case, found[case])
             assert words in found[case], case

@@ -98,7 +98,7 @@ def test_torch_clips_by_the_whole_norm_and_states_are_those_of_one_device() -> N
     norms += epoch(net, opt, batches, 0.3)
     assert max(norms) > 0.3, "nothing was clipped"
     plans = [plan_of(*case) for case in CASES.values()]
-    for rank in run_ranks(2, on_rank, plans, saved, threads=1, timeout_s=60):
+    for rank in run_ranks(2, on_rank, plans, saved, threads=1, timeout_s=120):
         for name, ((weights, state), end, seen) in zip(CASES, rank, strict=True):
             assert seen == pytest.approx(norms, rel=1e-9), name
             assert user.distance(weights, half) < 1e-9, name
@@ -123,7 +123,7 @@ def masked(rank: int, plans: list[Plan]) -> list[dict[str, Tensor]]:
 
 def test_a_dropout_called_several_times_masks_alike_under_any_plan() -> None:
     plans = [plan_of(*case, rate=0.4) for case in CASES.values()]
-    first, *others = run_ranks(2, masked, plans, threads=1, timeout_s=60)[0]
+    first, *others = run_ranks(2, masked, plans, threads=1, timeout_s=120)[0]
     assert max(user.distance(other, first) for other in others) < 1e-9
 
 

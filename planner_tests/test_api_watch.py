@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import asa
 from asa.executor.training.clock import StepClock, StepTimes
+from asa.executor.training.rank_times import Stolen
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.report.text.story import said
@@ -29,6 +30,11 @@ class Clocked:
 
     def __init__(self, slow_from: int | None) -> None:
         self.slow_from, self.steps = slow_from, 0
+
+    def begin(self) -> None:
+        """Take the place of what measures this process."""
+        StepClock.collect = lambda clock: self.collect(clock)  # type: ignore[method-assign]
+        Stolen.share = lambda _: -1.0  # type: ignore[method-assign]
 
     def collect(self, clock: StepClock) -> list[StepTimes]:
         """Stands in for :meth:`StepClock.collect`."""
@@ -57,7 +63,7 @@ def _train(rank: int, plan: Plan, slow_from: int | None, observe: bool) -> str:
     heard, sys.stderr = sys.stderr, StringIO()
     clocked = Clocked(slow_from if rank == 1 else None)
     try:
-        StepClock.collect = lambda clock: clocked.collect(clock)  # type: ignore[method-assign]
+        clocked.begin()
         net = _model()
         data = TensorDataset(torch.randn(STEPS * BATCH, 3, 2, 2), torch.zeros(STEPS * BATCH, dtype=torch.long))
         placed, opt, batches = asa.parallelize(
@@ -82,7 +88,7 @@ def _told(rank: int) -> tuple[str, list[dict[str, Any]]]:
     heard, sys.stderr = sys.stderr, StringIO()
     clocked, events = Clocked(None), list[dict[str, Any]]()
     try:
-        StepClock.collect = lambda clock: clocked.collect(clock)  # type: ignore[method-assign]
+        clocked.begin()
         net = _model()
         data = TensorDataset(torch.randn(STEPS * BATCH, 3, 2, 2), torch.zeros(STEPS * BATCH, dtype=torch.long))
         job = asa.Job(
@@ -91,6 +97,7 @@ def _told(rank: int) -> tuple[str, list[dict[str, Any]]]:
             DataLoader(data, batch_size=BATCH),
             nn.functional.cross_entropy,
             cache=None,
+            cluster="profiles/cluster.local-gloo-2.json",
             time_limit_s=0.3,
             on_event=events.append,
         )
@@ -102,7 +109,7 @@ def _told(rank: int) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_a_job_says_what_it_finds_and_decides() -> None:
-    (told, events), (silent, others) = run_ranks(2, _told, threads=1, timeout_s=60)
+    (told, events), (silent, others) = run_ranks(2, _told, threads=1, timeout_s=120)
     assert (silent, others) == ("", [])
     lines = [f"asa: {said(e)}" for e in events if e["event"] in ("finding", "replan")]
     assert any(line.startswith("asa: slow: ") for line in lines), told
@@ -111,7 +118,7 @@ def test_a_job_says_what_it_finds_and_decides() -> None:
 
 @pytest.mark.parametrize(("slow_from", "observe"), [(12, True), (None, True), (12, False)])
 def test_the_slow_rank_is_named(slow_from: int | None, observe: bool) -> None:
-    told, silent = run_ranks(2, _train, _plan(), slow_from, observe, threads=1, timeout_s=60)
+    told, silent = run_ranks(2, _train, _plan(), slow_from, observe, threads=1, timeout_s=120)
     lines = [line for line in told.splitlines() if "slow" in line]
     assert silent == ""
     if slow_from is not None and observe:

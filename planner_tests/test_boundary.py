@@ -96,7 +96,7 @@ def _cross_all(rank: int, width: int, total: int, partial: bool) -> list[str]:
 @pytest.mark.parametrize(("width", "total"), [(2, 8), (2, 7), (3, 7), (4, 8), (4, 10), (6, 13)])
 @pytest.mark.parametrize("partial", [False, True])
 def test_every_crossing_is_exact(width: int, total: int, partial: bool) -> None:
-    assert run_ranks(width, _cross_all, width, total, partial, threads=1, timeout_s=60) == [[]] * width
+    assert run_ranks(width, _cross_all, width, total, partial, threads=1, timeout_s=120) == [[]] * width
 
 
 def by_tokens(width: int) -> list[Layout]:
@@ -145,7 +145,7 @@ def _cross_tokens(rank: int, width: int, total: int, tokens: int) -> list[str]:
 
 @pytest.mark.parametrize(("width", "total", "tokens"), [(2, 4, 5), (4, 8, 6), (4, 7, 9)])
 def test_crossings_of_cut_tokens_are_exact(width: int, total: int, tokens: int) -> None:
-    assert run_ranks(width, _cross_tokens, width, total, tokens, threads=1, timeout_s=60) == [[]] * width
+    assert run_ranks(width, _cross_tokens, width, total, tokens, threads=1, timeout_s=120) == [[]] * width
 
 
 def test_tokens_stay_cut_between_equal_layouts_only() -> None:

@@ -221,7 +221,7 @@ def test_a_kill_at_any_point_leaves_the_old_one_or_the_new_one(tmp_path: Path) -
         process = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(folder, victim))
         with fork_beside_threads():
             process.start()
-        process.join(30)
+        process.join(120)
         found = checkpoint.find(folder).manifest.step
         swept = folder.parent / f"{victim}-swept"
         shutil.copytree(folder, swept)
@@ -297,7 +297,7 @@ def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=die)
     with fork_beside_threads():
         process.start()
-    process.join(30)
+    process.join(120)
     assert (tmp_path / outdir.LOCK).exists()
     with outdir.owned(tmp_path, resume=False):
         pass

@@ -31,7 +31,7 @@ def process(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
         env=environment,
     )

@@ -97,7 +97,7 @@ def test_what_is_declared_is_what_runs(name: Any) -> None:
         for c in page.traffic(share, 4, 1):
             said[c.op] += round(c.bytes * remaining(name, c, component.num_parameter_tensors, whole=bucketed))
     plans = [with_compression(traffic_checks.plan_of(stretch), name)]
-    ran = run_ranks(4, traffic_checks.intercepted, plans, [len(stretch)], threads=1, timeout_s=60)
+    ran = run_ranks(4, traffic_checks.intercepted, plans, [len(stretch)], threads=1, timeout_s=120)
     assert ran == [[dict(said)]] * 4
 
 
@@ -144,7 +144,7 @@ def test_rounding_and_infinities_are_no_compression() -> None:
     mask = {"mask": torch.tensor([0.0, float("-inf")]), "w": torch.ones(2)}
     assert tolerance.distance({**mask, "w": torch.tensor([1.0, 1.1])}, mask) == pytest.approx(0.1 / 2**0.5)
     plan = hand_plan(model_of("blocks"), 1, uniform(1, 1), input_shape=INPUT, num_classes=10, global_batch=8)
-    found = verify(plan, lambda: build("blocks"), offered(), timeout_s=60)
+    found = verify(plan, lambda: build("blocks"), offered(), timeout_s=120)
     for rounding, within in ((0.0, False), (1e-3, True)):
         judged = tolerance.compressed(found, "powersgd", weights=0.0, gradients=7e-4, rounding=rounding)
         assert judged.within_tolerance is within

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,6 +46,28 @@ EXACT = (
 OTHERS = ("local_sgd:period=3", "diloco:period=2:fragments=2:message=int8", "ps_async", "downpour:period=2")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A worker that a busy machine keeps from its core is not given up as silent."""
+    monkeypatch.setattr("asa.executor.consistency.server._SILENT_S", 1e9)
+
+
+def _ends(work: Callable[[], object]) -> bool:
+    """Whether ``work`` comes to its end, though nobody is given up as silent."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    return not thread.is_alive()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for other threads to come so far."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.001)
+
+
 def under(text: str, ranks: int = 2, model: str = "logistic", **changes: object) -> Plan:
     return replace(training.plan(model, ranks=ranks, batch=24), consistency=parse(text), strategy=text, **changes)
 
@@ -65,7 +88,7 @@ def _weights(rank: int, plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
 def test_disciplines_that_promise_data_parallelism_keep_it_and_the_others_do_not():
     plain = training.plan("logistic", ranks=2, batch=24)  # of which steps have fewer, as an epoch's last one may
     names = [*EXACT, *OTHERS]
-    ddp, *found = run_ranks(2, _weights, [plain, *map(under, names)], threads=1, timeout_s=60)[0]
+    ddp, *found = run_ranks(2, _weights, [plain, *map(under, names)], threads=1, timeout_s=120)[0]
     by = dict(zip(names, found, strict=True))
     for name in EXACT:
         assert parse(name).exact("sgd")
@@ -111,7 +134,7 @@ def _local_sgd_of_torch(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor],
 
 
 def test_local_sgd_trains_as_the_optimizer_that_torch_has_for_it():
-    ours, of_torch = run_ranks(2, _local_sgd_of_torch, under("local_sgd:period=2"), threads=1, timeout_s=60)[0]
+    ours, of_torch = run_ranks(2, _local_sgd_of_torch, under("local_sgd:period=2"), threads=1, timeout_s=120)[0]
     assert set(ours) == set(of_torch)
     for name, weights in of_torch.items():
         torch.testing.assert_close(ours[name], weights, rtol=1e-12, atol=1e-14, msg=name)
@@ -159,7 +182,7 @@ def _overlapped(rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[st
     "text", ["diloco:period=3:overlap=1", "diloco:period=3:overlap=1:outer_momentum=0", "diloco:period=3"]
 )
 def test_steps_that_overlap_with_an_average_are_added_to_its_result(text):
-    ours, by_hand = run_ranks(2, _overlapped, under(text), threads=1, timeout_s=60)[0]
+    ours, by_hand = run_ranks(2, _overlapped, under(text), threads=1, timeout_s=120)[0]
     assert set(ours) == set(by_hand)
     for name, weights in by_hand.items():
         torch.testing.assert_close(ours[name], weights, rtol=1e-12, atol=1e-14, msg=name)
@@ -185,7 +208,7 @@ def test_no_gradient_is_older_than_the_window(window):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     counts = server.counts
     assert counts.applied == 4 * steps * workers
     assert max(counts.ages) <= window
@@ -225,17 +248,14 @@ def test_a_lost_worker_is_not_waited_for():
     thread.join(0.2)
     assert not found
     server.remove(1)
-    thread.join(5)
+    thread.join(60)
     assert found
 
 
 def test_a_worker_that_is_through_with_an_epoch_is_not_waited_for():
     server = _served("ps_bounded:window=1", workers=2, batch=4)
     server.finish(1)
-    began = time.monotonic()
-    for _ in range(4):
-        server.push(0, torch.ones(4), 4, [0.1])
-    assert time.monotonic() - began < 1.5  # silence alone would take 2 s
+    assert _ends(lambda: [server.push(0, torch.ones(4), 4, [0.1]) for _ in range(4)])
     assert server.counts.ages == {0: 4}
 
 
@@ -243,10 +263,7 @@ def test_a_worker_that_waits_for_all_others_holds_up_none_of_them():
     server = _served("ps_bounded:window=1", workers=2, batch=4)
     server.pull(1)
     server.pause(1)
-    began = time.monotonic()
-    for _ in range(4):
-        server.push(0, torch.ones(4), 4, [0.1])
-    assert time.monotonic() - began < 1.5  # silence alone would take 2 s
+    assert _ends(lambda: [server.push(0, torch.ones(4), 4, [0.1]) for _ in range(4)])
     server.pull(1)  # after the meeting
     server.push(1, torch.ones(4), 4, [0.1])
     assert server.counts.ages == {0: 5}
@@ -279,25 +296,28 @@ def test_no_rank_is_late_as_long_as_the_first_one_is_not_there_either(monkeypatc
     ranks.ticket(1, 0, 4, False)
     threads = [threading.Thread(target=lambda r=r: found.append(ranks.swap(r, b"a")), daemon=True) for r in (2, 1, 0)]
     threads[0].start()
+    _until(lambda: 2 in ranks._messages.get(0, {}))
     threads[0].join(0.6)  # it looks for late ranks every quarter of a second
     assert ranks.live == {0, 1, 2}
-    for thread in threads[1:]:
-        thread.start()
+    threads[1].start()
+    _until(lambda: 1 in ranks._messages.get(0, {}))  # from here on only the first one is missing
+    threads[2].start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert found == [[b"a"] * 3] * 3
 
 
 def test_a_rank_that_hangs_between_two_meetings_is_left_out_and_said(monkeypatch):
-    monkeypatch.setattr(star, "_LATE_TO_MEET_S", 0.05)
     ranks = star.Coordinator(2)
     found: list[object] = []
     threads = [threading.Thread(target=lambda r=r: found.append(ranks.swap(r, b"a"))) for r in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert found == [[b"a", b"a"]] * 2
+    monkeypatch.setattr(star, "_LATE_TO_MEET_S", 0.05)
+    monkeypatch.setattr(star, "_LATE_STEPS", 0.0)
     assert ranks.swap(0, b"b") == [b"b", None]
     assert [rank for rank, _ in ranks.lost_since()] == [1]
     assert ranks.lost_since() == []
@@ -418,27 +438,25 @@ def test_the_quadratic_rule_lengthens_periods_as_the_rate_falls():
     assert periods == [2, 4, 16, 100]
 
 
-def _pushes_in(text: str, seconds: float) -> int:
-    """Pushes of four workers, of which one takes twice as long, in so many seconds; computing is sleeping here."""
-    server, until = _served(text, workers=4), time.monotonic() + seconds
+def test_a_worker_of_half_the_speed_holds_up_synchronous_steps_and_no_bounded_ones():
+    """While it computes, three others take nearly four steps each where they may, and else wait in their first."""
 
-    def work(worker: int) -> None:
-        while time.monotonic() < until:
-            time.sleep(0.04 if worker == 0 else 0.02)
-            server.push(worker, torch.ones(4), 3, [0.1])
-        server.finish(worker)
+    def pushed(server: Server, workers: list[int]) -> Callable[[], None]:
+        return lambda: [server.push(w, torch.ones(4), 3, [0.1]) for w in workers]  # type: ignore[return-value]
 
-    threads = [threading.Thread(target=work, args=(w,)) for w in range(4)]
+    bounded = _served("ps_bounded:window=3", workers=4)
+    assert _ends(pushed(bounded, [1, 2, 3] * 3 + [1, 2]))
+    assert bounded.counts.applied == 3 * 11
+    together = _served("ps_sync", workers=4)
+    threads = [threading.Thread(target=pushed(together, [w]), daemon=True) for w in (1, 2, 3)]
     for thread in threads:
         thread.start()
+    threads[0].join(0.2)
+    assert all(thread.is_alive() for thread in threads)
+    assert _ends(pushed(together, [0]))
     for thread in threads:
-        thread.join(20)
-    return server.counts.applied // 3
-
-
-def test_a_worker_of_half_the_speed_holds_up_synchronous_steps_and_no_bounded_ones():
-    counted = {text: _pushes_in(text, 0.8) for text in ("ps_sync", "ps_bounded:window=3")}
-    assert counted["ps_bounded:window=3"] > 1.3 * counted["ps_sync"], counted  # at best 1.75 times as many
+        thread.join(60)
+    assert together.counts.applied == 4 * 3
 
 
 def test_frozen_weights_stay_where_they_are_and_any_memory_format_is_put_back():

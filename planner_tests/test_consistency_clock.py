@@ -124,7 +124,7 @@ told = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example("ps_async", (2.0, 2.0, 2.0), 0.5, 0.0, 0.0, 0)
 @given(told, speeds, st.floats(0, 0.5), st.floats(0, 0.2), st.floats(0, 0.4), st.integers(0, 3))
 def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, speeds, link, apply, spread, seed):

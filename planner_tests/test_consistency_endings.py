@@ -53,13 +53,13 @@ def test_bodies_of_any_size_arrive_whole_and_in_order():
     bodies[6] = bodies[6].double()
 
     def answer() -> None:
-        channel = Channel(ProcessGroupGloo(store, 1, 2, timeout=timedelta(seconds=20)), 0)
+        channel = Channel(ProcessGroupGloo(store, 1, 2, timeout=timedelta(seconds=120)), 0)
         for _ in bodies:
             channel.send(*channel.receive())
 
     thread = threading.Thread(target=answer)
     thread.start()
-    channel = Channel(ProcessGroupGloo(store, 0, 2, timeout=timedelta(seconds=20)), 1)
+    channel = Channel(ProcessGroupGloo(store, 0, 2, timeout=timedelta(seconds=120)), 1)
     for i, body in enumerate(bodies):
         channel.expect()
         channel.send(head(i), body)

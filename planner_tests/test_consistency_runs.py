@@ -21,6 +21,13 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Nobody that a busy machine keeps from its core is late: who is lost was killed."""
+    for name in ("star._LATE_S", "star._LATE_TO_MEET_S", "server._SILENT_S"):
+        monkeypatch.setattr(f"asa.executor.consistency.{name}", 1e9)
+
+
 def under(text: str, ranks: int) -> Plan:
     discipline = parse(text)
     workers = discipline.workers(ranks)
@@ -123,17 +130,13 @@ def test_workers_that_do_not_wait_end_inside_an_epoch_whose_loss_is_not_finite(t
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_that_do_not_wait_have_their_samples_gathered_ahead(tmp_path, monkeypatch, ranks):
-    taken: list[bool] = []
-    usual = Prefetcher.take
+    usual, noted = Prefetcher.take, tmp_path / "taken"
 
     def take(self: Prefetcher, indices: Any) -> Any:
         found = usual(self, indices)
-        taken.append(found is not None)
+        with noted.open("a") as file:  # by every rank: a busy machine may leave hardly a step to one of them
+            file.write(f"{int(found is not None)}")
         return found
-
-    def told(executor: Any, epochs: range, announce: Any) -> Any:
-        yield from adapt(executor, epochs, announce)
-        announce({"event": "taken", "taken": taken})
 
     monkeypatch.setattr(Prefetcher, "take", take)
     whole: list[dict[str, Any]] = []
@@ -142,13 +145,13 @@ def test_workers_that_do_not_wait_have_their_samples_gathered_ahead(tmp_path, mo
             monkeypatch.setattr(Prefetcher, "of", staticmethod(lambda images, _device: Prefetcher(images, pin=False)))
         events: list[dict[str, Any]] = []
         settings = training.settings(tmp_path / str(ahead), steps_per_epoch=5, observe=False)
-        train(under("ps_async", ranks), settings, strategies=offered(), adapt=told, on_event=events.append)
-        (found,) = (e["taken"] for e in of(events, "taken"))
+        noted.write_text("")
+        train(under("ps_async", ranks), settings, strategies=offered(), adapt=adapt, on_event=events.append)
         counted = of(events, "consistency")
         assert [c["samples_handed_out"] for c in counted] == [300, 300]
         assert counted[-1]["servers"][0]["samples_applied"] == 600
         whole.append(of(events, "epoch")[-1])
     if ranks == 1:  # an order that does not depend on time
-        assert found == [False, True, True, True, True] * 2, "all but the first of an epoch"
+        assert noted.read_text() == "01111" * 2, "all but the first of an epoch"
         assert whole[0]["train_loss"] == whole[1]["train_loss"]
-    assert any(found)
+    assert "1" in noted.read_text()

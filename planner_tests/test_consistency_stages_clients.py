@@ -74,7 +74,7 @@ def _weights(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("stages", "microbatches"), [(3, 3), (3, 1), (2, 4)])
 def test_a_pipeline_that_is_not_drained_is_one_update_late_exactly(stages, microbatches):
     plan = _pipedream(stages, microbatches)
-    found = run_ranks(stages, _weights, plan, threads=1, timeout_s=60)[0]
+    found = run_ranks(stages, _weights, plan, threads=1, timeout_s=120)[0]
     wanted, plain = _late(plan, 1), _late(plan, 0)
     for name, weights in wanted.items():
         torch.testing.assert_close(found[name], weights.detach(), rtol=1e-10, atol=1e-12, msg=name)
@@ -122,7 +122,7 @@ def test_the_learning_rate_of_an_undrained_pipeline_is_remarked_on(tmp_path):
 
 def test_one_stage_has_nobody_to_be_late_for():
     plan = replace(training.plan("cnn", batch=SAMPLES), consistency=parse("pipedream"), strategy="pipedream")
-    found = run_ranks(1, _weights, plan, threads=1, timeout_s=60)[0]
+    found = run_ranks(1, _weights, plan, threads=1, timeout_s=120)[0]
     for name, weights in _late(plan, 0).items():
         torch.testing.assert_close(found[name], weights.detach(), rtol=1e-10, atol=1e-12, msg=name)
 
@@ -141,7 +141,7 @@ def _fed(rank: int, plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
 def test_all_clients_with_one_step_and_equal_sizes_are_data_parallelism_and_others_are_not():
     names = ["fedavg:period=1", "fedavg:period=2", "fedavg:period=1:fraction=0.5", "fedavg:period=1:message=int8"]
     plans = [training.plan("logistic", ranks=2, batch=24), *(under(n) for n in names)]
-    ddp, *found = run_ranks(2, _fed, plans, threads=1, timeout_s=60)[0]
+    ddp, *found = run_ranks(2, _fed, plans, threads=1, timeout_s=120)[0]
     apart = [max(float((w - ddp[k]).abs().max()) for k, w in each.items()) for each in found]
     assert [parse(n).exact("sgd") for n in names] == [True, False, False, False]
     assert apart[0] < 1e-12

@@ -33,7 +33,7 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 from planner_tests.test_planner_fuzz import VALUES
 
-LIMIT_S = 60
+LIMIT_S = 240
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asa.cost.machine import presets
@@ -55,14 +55,12 @@ points_strategy = st.dictionaries(
 ).map(lambda d: tuple((float(k), v) for k, v in sorted(d.items())))
 
 
-@settings(deadline=None)
 @given(points_strategy)
 def test_points_are_read_back_exactly(points):
     for size, time in points:
         assert interpolate(points, size) == pytest.approx(time, rel=1e-9)
 
 
-@settings(deadline=None)
 @given(points_strategy, st.floats(1, 2**33))
 def test_between_points_lies_between_their_times(points, size):
     found = interpolate(points, size)
@@ -137,7 +135,6 @@ def test_a_cluster_without_any_table_says_so():
         seconds(cluster(Level(name="l", devices=2, tables=())), collective("all_reduce", MIB, 2))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(presets.names()),
     st.sampled_from(COLLECTIVE_OPS),

@@ -9,7 +9,7 @@ from itertools import product
 import fake_strategies
 import nouns
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asa.cost.pricing import times_of
@@ -73,14 +73,12 @@ def test_memory_of_a_degree_seen_at_one_microbatch_falls_as_that_of_the_whole_co
     assert times.work(HEAD, 64, 2).transient_bytes == 600
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4096), st.integers(1, 64))
 def test_nothing_is_faster_than_the_dispatch_floor(samples, degree):
     found = TIMES.work(HEAD, samples, degree)
     assert min(found.forward_s, found.backward_s) >= PROFILE.dispatch_floor_s
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2048), st.integers(1, 2048))
 def test_more_samples_never_take_less_time(a, b):
     few, many = sorted((a, b))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asa.cost.memory import around
@@ -34,7 +34,6 @@ def test_24_equal_linear_layers_peak_at_200_mib_and_not_at_288():
     assert found.total == 200 * MIB
 
 
-@settings(deadline=None)
 @given(footprints)
 def test_the_peak_lies_between_state_and_the_plain_sum(parts):
     found = peak(parts, [Footprint()] * len(parts))
@@ -43,7 +42,6 @@ def test_the_peak_lies_between_state_and_the_plain_sum(parts):
     assert found.total == pytest.approx(found.state + found.activations + found.gradients + found.transient)
 
 
-@settings(deadline=None)
 @given(footprints)
 def test_the_peak_is_the_highest_moment_of_a_step_played_back(parts):
     state = sum(f.state for f in parts)

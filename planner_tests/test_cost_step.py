@@ -76,7 +76,7 @@ def simulated(components, boundaries, overlap) -> float:
     return play(price, names, components[0].num_microbatches, overlap)[1]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(stages(), st.sampled_from([(1.0, 1.0), (1.2, 1.1), (1.19, 1.0), (1.5, 1.8)]))
 def test_simulation_agrees_with_the_closed_form(stage, slowdowns):
     components, boundaries = stage
@@ -86,7 +86,7 @@ def test_simulation_agrees_with_the_closed_form(stage, slowdowns):
     assert found.compute_s + found.exposed_s == pytest.approx(found.total_s)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(stages())
 def test_forced_overlap_is_never_priced_too_low(stage):
     components, boundaries = stage
@@ -95,7 +95,7 @@ def test_forced_overlap_is_never_priced_too_low(stage):
     assert step(components, boundaries, overlap).total_s >= simulated(components, boundaries, overlap) - 1e-9
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(stages())
 def test_without_slowdown_it_is_the_two_machine_flow_shop(stage):
     components = [replace(c, late_sync_s=0.0) for c in stage[0]]

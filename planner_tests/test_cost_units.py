@@ -66,7 +66,7 @@ def plan_of(strategy: str, optimizer: str, microbatches: int) -> Plan:
 
 
 def _rank(rank: int, plans: list[Plan]) -> list[int]:
-    votes, found = Votes(30), []
+    votes, found = Votes(120), []
     for plan in plans:
         images, device = random_inputs(plan, torch.device("cpu")), torch.device("cpu")
         order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
@@ -80,7 +80,7 @@ def _rank(rank: int, plans: list[Plan]) -> list[int]:
 def test_the_bound_covers_the_peak_of_two_ranks_closely(strategy: str) -> None:
     profile = profile_of(model, BATCH)
     plans = [plan_of(strategy, o, m) for o, m in (("sgd", 1), ("adamw", 1), ("sgd", 4))]
-    measured = run_ranks(2, _rank, plans, threads=1, timeout_s=60)
+    measured = run_ranks(2, _rank, plans, threads=1, timeout_s=120)
     for i, plan in enumerate(plans):
         highest = max(found[i] for found in measured)
         predicted = price_plan(plan, profile, nouns.cluster(2), offered()).stages[0].most
@@ -106,7 +106,7 @@ def wide() -> nn.Module:
 def _wide_rank(rank: int, plan: Plan) -> int:
     images, device = random_inputs(plan, torch.device("cpu")), torch.device("cpu")
     order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
-    entrant = Entrant(plan, wide, offered(), rank, Votes(30), BenchOptions(), device)
+    entrant = Entrant(plan, wide, offered(), rank, Votes(120), BenchOptions(), device)
     entrant.turn(images, order, 2)
     return _memory(entrant, images, order)
 
@@ -119,7 +119,7 @@ def test_gradients_that_backward_has_not_made_yet_are_not_counted(strategy: str,
         wide(), ranks, uniform(ranks, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
         global_batch=ranks * samples, optimizer="sgd",
     )  # fmt: skip
-    highest = max(run_ranks(ranks, _wide_rank, plan, threads=1, timeout_s=60))
+    highest = max(run_ranks(ranks, _wide_rank, plan, threads=1, timeout_s=120))
 
     def predicted(profile: Profile) -> float:
         return price_plan(plan, profile, nouns.cluster(2), offered()).stages[0].most
@@ -150,7 +150,7 @@ def _passing_rank(rank: int, plan: Plan) -> int:
     segment.every_core_taken = lambda: True
     images, device = random_inputs(plan, torch.device("cpu")), torch.device("cpu")
     order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
-    entrant = Entrant(plan, passing, offered(), rank, Votes(30), BenchOptions(), device)
+    entrant = Entrant(plan, passing, offered(), rank, Votes(120), BenchOptions(), device)
     entrant.turn(images, order, 2)
     return _memory(entrant, images, order)
 
@@ -163,7 +163,7 @@ def test_in_forward_the_buffer_of_the_last_weights_is_still_there(strategy: str)
         passing(), 2, uniform(2, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
         global_batch=2 * samples, optimizer="sgd",
     )  # fmt: skip
-    highest = max(run_ranks(2, _passing_rank, plan, threads=1, timeout_s=60))
+    highest = max(run_ranks(2, _passing_rank, plan, threads=1, timeout_s=120))
     cluster = replace(nouns.cluster(2), shared_memory=True)
     assert highest <= price_plan(plan, profile, cluster, offered()).stages[0].most <= 1.1 * highest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ class FakeNvml:
     NVMLError = RuntimeError
 
     def __init__(self, *, lacking: tuple[str, ...] = ()) -> None:
-        self.began, self.open, self.lacking = time.monotonic(), 0, lacking
+        self.now, self.open, self.lacking = 0.0, 0, lacking
 
     def __getattr__(self, name: str):
         if not name.startswith(("nvmlInit", "nvmlShutdown", "nvmlDeviceGet")):
@@ -30,7 +29,7 @@ class FakeNvml:
             "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": self._refuse,
             "nvmlDeviceGetComputeRunningProcesses": lambda h: [],
-            "nvmlDeviceGetTotalEnergyConsumption": lambda h: 200e3 * (time.monotonic() - self.began),
+            "nvmlDeviceGetTotalEnergyConsumption": lambda h: 200e3 * self.now,
             "nvmlDeviceGetUtilizationRates": lambda h: SimpleNamespace(gpu=80),
             "nvmlDeviceGetClockInfo": lambda h, kind: 1200,
             "nvmlDeviceGetMaxClockInfo": lambda h, kind: 1980,
@@ -52,11 +51,12 @@ def nvml(monkeypatch):
     return made
 
 
-def test_a_gpu_tells_what_it_did(nvml):
+def test_a_gpu_tells_what_it_did(nvml, monkeypatch):
+    monkeypatch.setattr(devices.time, "monotonic", lambda: nvml.now)
     with watched(card("GPU-1")) as usage:
-        time.sleep(0.12)
+        nvml.now = 3.0
     assert usage.busy == pytest.approx(0.8)
-    assert usage.energy_j == pytest.approx(200 * usage.seconds, rel=0.5)
+    assert (usage.seconds, usage.energy_j) == (3.0, 600.0)
     assert usage.clock_mhz == 1200
     assert reasons(usage.throttled) == ("heat",), "idle is no throttling"
 

@@ -58,7 +58,7 @@ def _compare(rank: int, ranks: int, apart: bool) -> list[str]:
 
 @pytest.mark.parametrize(("ranks", "apart"), [(2, False), (3, False), (3, True)])
 def test_results_are_those_of_the_stock_operations(ranks: int, apart: bool) -> None:
-    assert run_ranks(ranks, _compare, ranks, apart, threads=1, timeout_s=60) == [[]] * ranks
+    assert run_ranks(ranks, _compare, ranks, apart, threads=1, timeout_s=120) == [[]] * ranks
 
 
 def _summed(rank: int, ranks: int) -> list[bool]:
@@ -78,7 +78,7 @@ def _summed(rank: int, ranks: int) -> list[bool]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_are_the_stock_ones(ranks: int) -> None:
-    assert run_ranks(ranks, _summed, ranks, threads=1, timeout_s=60) == [[True] * 12] * ranks
+    assert run_ranks(ranks, _summed, ranks, threads=1, timeout_s=120) == [[True] * 12] * ranks
 
 
 class _Work:
@@ -142,7 +142,7 @@ def _gathered_by(_rank: int, ranks_here: int) -> list[str]:
 
 @pytest.mark.parametrize(("here", "by"), [(3, ["broadcast"] * 3), (1, ["all_gather_into_tensor"])])
 def test_a_gather_is_a_ring_over_a_network_and_broadcasts_on_one_host(here: int, by: list[str]) -> None:
-    assert run_ranks(3, _gathered_by, here, threads=1, timeout_s=60) == [by] * 3
+    assert run_ranks(3, _gathered_by, here, threads=1, timeout_s=120) == [by] * 3
 
 
 class _Segment(nn.Module):
@@ -190,7 +190,7 @@ def _units(rank: int, shared: bool) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize(("shared", "by"), [(False, ["all_to_all_single"]), (True, ["reduce_scatter"])])
 def test_sharded_units_gather_and_scatter_this_way(shared: bool, by: list[str]) -> None:
-    assert run_ranks(2, _units, shared, threads=1, timeout_s=60) == [(True, by)] * 2
+    assert run_ranks(2, _units, shared, threads=1, timeout_s=120) == [(True, by)] * 2
 
 
 def test_a_module_that_is_no_unit_is_left_alone() -> None:
@@ -212,7 +212,7 @@ def _recorded(rank: int) -> float:
 
 def test_waiting_awake_under_a_profiler_locks_nobody_out() -> None:
     """Gloo's thread takes the GIL with the work's lock in hand, where tensors that are saved go through hooks."""
-    assert run_ranks(2, _recorded, threads=1, timeout_s=60) == [0.5, 0.5]
+    assert run_ranks(2, _recorded, threads=1, timeout_s=120) == [0.5, 0.5]
 
 
 def _in_order(_rank: int, ranks: int) -> list[str]:
@@ -231,4 +231,4 @@ def _in_order(_rank: int, ranks: int) -> list[str]:
 
 
 def test_what_is_gathered_lies_in_the_order_of_its_dimensions() -> None:
-    assert run_ranks(2, _in_order, 2, threads=1, timeout_s=60) == [[], []]
+    assert run_ranks(2, _in_order, 2, threads=1, timeout_s=120) == [[], []]

@@ -79,7 +79,7 @@ def test_they_train_under_plans_as_on_one_device() -> None:
     plan = hand_plan(
         net(), 2, uniform(2, 1), input_shape=SHAPE, num_classes=10, global_batch=16, num_microbatches=2
     )  # fmt: skip
-    found = verify(plan, net, offered(), timeout_s=60)
+    found = verify(plan, net, offered(), timeout_s=120)
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     assert found.max_rel_error < 1e-9
     assert not found_in(net(), torch.zeros(2, *SHAPE))
@@ -180,7 +180,7 @@ def test_a_verdict_says_what_of_the_model_explains_it(middle: nn.Module, why: st
     plan = hand_plan(
         image_net(middle), 2, uniform(2, 1), input_shape=SHAPE, num_classes=10, global_batch=16
     )  # fmt: skip
-    found = verify(plan, lambda: image_net(middle), offered(), timeout_s=60)
+    found = verify(plan, lambda: image_net(middle), offered(), timeout_s=120)
     assert not found.equivalent or found.noise_floor > 1e-3
     (reason,) = found.reasons
     assert why in reason

@@ -71,7 +71,7 @@ def _third_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], bool]
 )
 def test_what_is_sent_is_what_the_plan_says(name: str, choose: Any, options: Any) -> None:
     plan = plan_of(name, 2, choose, **options)
-    seen = run_ranks(2, _third_step, plan, name, threads=1, timeout_s=30)
+    seen = run_ranks(2, _third_step, plan, name, threads=1, timeout_s=120)
     said: Counter[str] = Counter()
     for c in declared(plan, graph_of(name)):
         said[c.op] += round(c.bytes)

@@ -32,7 +32,7 @@ def _on_rank(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_every_dimension_is_normalised_over_all_ranks() -> None:
-    spread = run_ranks(2, _on_rank, threads=1, timeout_s=60)
+    spread = run_ranks(2, _on_rank, threads=1, timeout_s=120)
     for number, kind in enumerate(NORMS):
         alone = kind(3).double()
         whole = alone(inputs(number + 1)).detach()

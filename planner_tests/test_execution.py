@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ def test_components_are_compiled_as_asked_and_in_place() -> None:
     execution.apply([module], "graphs")
     assert compiled == [{"dynamic": False, "mode": "reduce-overhead"}]
     assert torch.equal(module(x), expected)
+
+
+def test_steps_are_announced_only_while_components_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook, what runs after a model that was compiled so is not taken for one."""
+    announced: list[bool] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: announced.append(True))
+    module = torch.nn.Linear(2, 2)
+    module.compile = lambda **_: None  # type: ignore[method-assign]
+    execution.apply([module], "graphs")
+    assert execution.begin_step()
+    del module
+    gc.collect()
+    assert not execution.begin_step()
+    assert announced == [True]
 
 
 def test_a_model_compiled_as_one_runs_so_on_one_device_and_learns_the_same(

@@ -167,7 +167,7 @@ def test_the_torch_script_runs_on_two_ranks(name: str) -> None:
     if name == "ddp":  # recomputing too
         components = tuple(replace(c, checkpoint=i == 1) for i, c in enumerate(plan.components))
         plan = replace(plan, components=components)
-    said = "".join(run_ranks(2, _execute, snippet("torch", plan), threads=1, timeout_s=60))
+    said = "".join(run_ranks(2, _execute, snippet("torch", plan), threads=1, timeout_s=120))
     losses = [float(x.split("loss ")[1]) for x in said.splitlines() if x.startswith("step")]
     assert len(losses) == 2
     assert all(0 < x < 10 for x in losses)
@@ -296,7 +296,9 @@ def test_uneven_rows_count_as_in_the_plan_and_maps_have_a_loss() -> None:
     shares = "loss_of(net(inputs), labels) * (len(labels) * RANKS / GLOBAL_BATCH)"
     maps = {"model_spec": "unet", "input_shape": (1, 32, 32), "num_classes": 4, "global_batch": 5}
     assert shares in snippet("torch", resnet("ddp", **maps))
-    said = "".join(run_ranks(1, _execute, snippet("torch", resnet("single", ranks=1, **maps)), threads=1, timeout_s=60))
+    said = "".join(
+        run_ranks(1, _execute, snippet("torch", resnet("single", ranks=1, **maps)), threads=1, timeout_s=120)
+    )
     losses = [float(x.split("loss ")[1]) for x in said.splitlines() if x.startswith("step")]
     assert len(losses) == 2
     assert all(0 < x < 10 for x in losses)
@@ -327,7 +329,9 @@ def test_a_snippet_of_a_model_of_tokens_feeds_it_tokens() -> None:
         ast.parse(text)
         assert "randn" not in text
         assert "input_shape=(16,)" in text
-    said = "".join(run_ranks(1, _execute, snippet("torch", resnet("single", ranks=1, **maps)), threads=1, timeout_s=60))
+    said = "".join(
+        run_ranks(1, _execute, snippet("torch", resnet("single", ranks=1, **maps)), threads=1, timeout_s=120)
+    )
     assert [x for x in said.splitlines() if x.startswith("step")]
 
 
@@ -386,7 +390,7 @@ def test_a_grid_of_ranks_is_what_the_tools_of_language_models_run() -> None:
 
 def _losses(command: list[str], *, package: str) -> list[float]:
     where = {**os.environ, "STEPS": "2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=240, check=False)
     losses = [float(x.split("loss ")[1]) for x in done.stdout.splitlines() if x.startswith("step")]
     assert len(losses) == 2, f"{package}: {done.stderr}"
     return losses
@@ -440,6 +444,6 @@ def test_accelerate_says_how_it_is_started(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     file = tmp_path / "script.py"
     file.write_text(snippet("accelerate", resnet("ddp", model_spec="logistic", input_shape=(3, 8, 8), num_classes=10)))
-    alone = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60, check=False)
+    alone = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=240, check=False)
     assert alone.returncode != 0
     assert "torchrun" in alone.stderr

@@ -30,13 +30,6 @@ from planner_tests import training
 from planner_tests.promising import Promising
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Any:
-    """Nothing is left armed in this process."""
-    yield
-    faults.arm("")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -149,6 +142,7 @@ def test_a_change_of_plan_that_ends_the_run_costs_nothing(
 ) -> None:
     small, better = training.plan(ranks=2, step_s=1e-6), training.plan(ranks=2, split=("classifier",), step_s=1e-7)
     small = dataclasses.replace(small, certificate=dataclasses.replace(small.certificate, lower_bound_s=1e-8))
+    training.clocked(monkeypatch, lambda _: 100.0)  # so long that any change pays, however long it takes
 
     def changing(executor: Executor, epochs: range, announce: Announce) -> Iterator[EpochRecord]:
         """From the second epoch on: the first one's checkpoint is there."""

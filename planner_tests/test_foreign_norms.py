@@ -89,6 +89,6 @@ def plan_for(kind: str, name: str) -> Plan:
 def test_norms_of_other_code_are_those_of_one_device() -> None:
     plans = {(kind, name): plan_for(kind, name) for kind, name in CASES}
     expected = {kind: trained(kind, None) for kind in KINDS}
-    for found in run_ranks(2, on_rank, plans, threads=1, timeout_s=90):
+    for found in run_ranks(2, on_rank, plans, threads=1, timeout_s=120):
         for (kind, name), state in found.items():
             assert user.distance(state, expected[kind]) < 1e-9, (kind, name)

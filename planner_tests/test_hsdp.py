@@ -203,7 +203,7 @@ def test_what_is_declared_is_what_runs() -> None:
         weights, state = weights + held.parameters, state + held.optimizer
         for c in HybridShard(2).traffic(share, 4, 1):
             said[c.op] += round(c.bytes) * (microbatches if c.phase in ("forward", "backward") else 1)
-    ran = run_ranks(4, _third_step, made, "plain", threads=1, timeout_s=60)
+    ran = run_ranks(4, _third_step, made, "plain", threads=1, timeout_s=120)
     assert ran == [(dict(said), state, weights)] * 4
 
 

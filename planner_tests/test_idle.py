@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def _executor(rank: int, first: Plan, settings: TrainSettings) -> TrainingExecut
 
     train, test = open_images(first, settings)
     return TrainingExecutor(
-        first, parallel, settings, train=train, test=test, votes=Votes(30), stop=StopRequest(),
+        first, parallel, settings, train=train, test=test, votes=Votes(120), stop=StopRequest(),
         announce=lambda _: None, folder=Path(settings.out) / outdir.CHECKPOINTS, run="test",
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def _run(
             assert not left, "every move was made"
         return losses, measured, full_state(executor.model), executor.probe()
 
-    return run_ranks(ranks, body, threads=1, timeout_s=60)
+    return run_ranks(ranks, body, threads=1, timeout_s=120)
 
 
 @pytest.mark.parametrize("alone", [0, 1])
@@ -113,14 +113,16 @@ def test_a_run_leaves_a_process_out_and_takes_it_back(tmp_path: Path, alone: int
 
 def test_an_idle_process_measures_its_speed_while_others_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one that trains, not in a window that is shorter than the measurement, and not before any change of plan."""
+    now = [0.0]
     monkeypatch.setattr(planned, "measure_idle", lambda device: 123.0)
+    monkeypatch.setattr(planned, "time", SimpleNamespace(monotonic=lambda: now[0]))
     first = training.plan("logistic", ranks=2)
 
     def body(rank: int) -> list[bool]:
         executor = _executor(rank, first, training.settings(tmp_path))
 
         def after(seconds: float) -> bool:
-            time.sleep(seconds)
+            now[0] += seconds
             executor.agree(None)
             return 123.0 in executor.probe().compute_s
 
@@ -129,11 +131,11 @@ def test_an_idle_process_measures_its_speed_while_others_train(tmp_path: Path, m
         assert target is not None
         executor.migrate(target.plan, target.processes)
         seen += [after(0.6), after(0.0)]
-        time.sleep(0.6)
+        now[0] += 0.6
         executor.agree(None)
         return [*seen, executor.probe().compute_s[1] == 123.0]
 
-    assert run_ranks(2, body, threads=1, timeout_s=60) == [[False, True, False, False]] * 2
+    assert run_ranks(2, body, threads=1, timeout_s=120) == [[False, True, False, False]] * 2
 
 
 def test_the_process_that_writes_is_one_that_has_the_weights(tmp_path: Path) -> None:

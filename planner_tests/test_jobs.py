@@ -167,11 +167,11 @@ def test_a_pod_forwards_the_request_to_stop_and_ends_with_75(tmp_path: Path) -> 
     tools = tmp_path / "bin"
     tools.mkdir()
     body = "trap 'echo {\\\"exit_code\\\": 75} >runs/train/one/result.json; exit 1' TERM\n"
-    _program(tools, "torchrun", body + "kill -TERM $PPID\nfor i in $(seq 100); do sleep 0.05; done")
+    _program(tools, "torchrun", body + "kill -TERM $PPID\nfor i in $(seq 2000); do sleep 0.05; done")
     _, _, found = yaml.safe_load_all(jobs.kubernetes(job(image="asa:1")))
     script = found["spec"]["template"]["spec"]["containers"][0]["args"][0]
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=False, timeout=30)
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=False, timeout=240)
     assert done.returncode == 75
 
 
@@ -241,7 +241,7 @@ def test_what_a_plan_was_made_from_travels_with_it(tmp_path, monkeypatch, capsys
     _program(tools, "torchrun", "exit 0")
     script = found["spec"]["template"]["spec"]["containers"][0]["args"][0].replace("/plan/", f"{there}/plan/")
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
-    subprocess.run(["bash", "-c", script], cwd=there, env=environment, check=False, timeout=30)
+    subprocess.run(["bash", "-c", script], cwd=there, env=environment, check=False, timeout=240)
     monkeypatch.chdir(tmp_path)
     (folder / "profiles").mkdir()  # as launch finds them, by what was kept
     assert entry.run(["launch", "ray", "plan.json", "-o", "job.py"]) == 0

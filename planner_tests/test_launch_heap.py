@@ -132,7 +132,7 @@ _ALL = ":".join(f"{name}={value}" for name, value in heap.SETTINGS.items())
 def _printed(program: str, settings: str) -> float:
     """The number that ``program`` prints, started with ``settings`` of glibc."""
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240,
         cwd=Path(__file__).parent.parent, env={**os.environ, heap.VARIABLE: settings},
     )  # fmt: skip
     return float(done.stdout)

@@ -38,12 +38,6 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 
 
-@pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
-    yield
-    faults.arm("")
-
-
 def _run(out: Path, *, model: str = "logistic", ranks: int = 2, regroup: Any = None, **changes: Any) -> dict[str, Any]:
     plan, settings = training.plan(model, ranks=ranks), training.settings(out, **changes)
     return train(plan, settings, strategies=offered(), adapt=adapt, regroup=regroup)
@@ -69,11 +63,11 @@ def test_ranks_that_nobody_waits_for_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, fault: str
 ) -> None:
     """The only one, or all at once in their data."""
+    usual = alive.Watch
     monkeypatch.setenv(faults.VARIABLE, f"{fault}@point=data,step=3")
-    began = time.monotonic()
+    monkeypatch.setattr(alive, "Watch", lambda counters, _, **options: usual(counters, 1.0, **options))
     with pytest.raises(WorkersFailedError, match=rf"rank \d of {ranks} hung: it gave no sign of life for") as caught:
-        _run(tmp_path, ranks=ranks, timeout_s=1.0)
-    assert time.monotonic() - began < 20
+        _run(tmp_path, ranks=ranks)
     assert caught.value.lost
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["exit_code"], result["rank"]) == (6, caught.value.rank)
@@ -113,19 +107,20 @@ def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(
 
     def slow_flush(path: Path) -> None:
         if path.name == checkpoint.MODEL:
-            time.sleep(6.0)
+            time.sleep(12.0)
         flush(path)
 
     monkeypatch.setattr(checkpoint, "_flush", slow_flush)
-    result = _run(tmp_path, ranks=ranks, epochs=1, timeout_s=2.0)
+    result = _run(tmp_path, ranks=ranks, epochs=1, timeout_s=5.0)
     assert result["exit_code"] == 0
     assert len(_log(tmp_path, "checkpoint")) == 1
 
 
 def test_a_disk_that_never_answers_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_flush", lambda _path: time.sleep(1000.0))
+    monkeypatch.setattr("asa.executor.training.checkpointer._MOST_TIMEOUTS", 2)
     with pytest.raises(UnavailableError, match=r"has not stored the files within \d+ s"):
-        _run(tmp_path, epochs=1, timeout_s=1.0)
+        _run(tmp_path, epochs=1, timeout_s=5.0)
 
 
 def test_silence_is_counted_in_the_watchers_own_time_and_against_what_was_slow_before() -> None:
@@ -158,7 +153,7 @@ def test_a_rank_alone_that_beats_is_left_in_peace() -> None:
             time.sleep(0.1)
         return 7
 
-    assert run_ranks(1, slowly, threads=1, timeout_s=0.3, watched=True) == [7]
+    assert run_ranks(1, slowly, threads=1, timeout_s=120, silence_s=0.3) == [7]
 
 
 def test_counters_are_shared_with_processes_started_later() -> None:
@@ -167,7 +162,7 @@ def test_counters_are_shared_with_processes_started_later() -> None:
     process = context.Process(target=_beat_twice, args=(counters,))
     with fork_beside_threads():
         process.start()
-    process.join(60)
+    process.join(120)
     assert list(counters) == [0, 2]
 
 
@@ -190,7 +185,7 @@ def test_a_loss_is_answered_once_on_the_same_plan_and_costs_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calm: dict[str, torch.Tensor]
 ) -> None:
     monkeypatch.setenv(faults.VARIABLE, f"{kind}@rank=1,point=optimizer,step=9,once={tmp_path / 'once'}")
-    result = _run(tmp_path / "run", regroup=_fewer, timeout_s=2.0 if kind == "hang" else 30.0)
+    result = _run(tmp_path / "run", regroup=_fewer, timeout_s=5.0 if kind == "hang" else 120.0)
     assert result["exit_code"] == 0
     assert [e["epoch"] for e in result["epochs"]] == [0, 1]
     (said,) = [n["message"] for n in _log(tmp_path / "run", "note") if "started again" in n["message"]]
@@ -236,10 +231,10 @@ def _member(_rank: int, out: Path, epochs: int, count: str, resume: bool) -> int
 
 
 def test_what_a_launcher_starts_with_fewer_ranks_and_then_with_all_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(1, _member, tmp_path, 1, "0", False, threads=1, timeout_s=30) == [2], "a new run is as planned"
-    assert run_ranks(2, _member, tmp_path, 1, "0", False, threads=1, timeout_s=30) == [0, 0]
-    assert run_ranks(1, _member, tmp_path, 2, "1", False, threads=1, timeout_s=30) == [0]
-    assert run_ranks(2, _member, tmp_path, 3, "0", True, threads=1, timeout_s=30) == [0, 0]
+    assert run_ranks(1, _member, tmp_path, 1, "0", False, threads=1, timeout_s=120) == [2], "a new run is as planned"
+    assert run_ranks(2, _member, tmp_path, 1, "0", False, threads=1, timeout_s=120) == [0, 0]
+    assert run_ranks(1, _member, tmp_path, 2, "1", False, threads=1, timeout_s=120) == [0]
+    assert run_ranks(2, _member, tmp_path, 3, "0", True, threads=1, timeout_s=120) == [0, 0]
     (event,) = [e for e in _log(tmp_path, "replan") if e["ranks"] == 1]
     assert (event["kind"], event["ranks_before"], event["why"]) == ("lost", 2, "1 ranks are here now")
     assert codec.load(Plan, tmp_path / "plan.json").num_ranks == 2
@@ -278,7 +273,7 @@ def test_four_ranks_then_three_then_four_use_every_sample_once(tmp_path: Path, m
     )
     assert (fewer["exit_code"], [e["measurements"]["num_ranks"] for e in fewer["epochs"]]) == (0, [4, 3])
     monkeypatch.delenv(faults.VARIABLE)
-    assert run_ranks(4, _four, run, threads=1, timeout_s=60) == [0] * 4
+    assert run_ranks(4, _four, run, threads=1, timeout_s=120) == [0] * 4
     assert [e["measurements"]["num_ranks"] for e in _log(run, "epoch")] == [4, 3, 4]
 
     steps: dict[tuple[int, tuple[int, ...]], list[tuple[float, int, list[int]]]] = {}
@@ -481,5 +476,5 @@ def test_the_real_planner_makes_the_plan_for_the_ranks_left(tmp_path: Path, monk
 def test_sigstop_of_one_of_two_is_named_by_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, "stop@rank=1,point=data,step=3")
     with pytest.raises(WorkersFailedError, match="rank 1 of 2 hung") as caught:
-        _run(tmp_path, timeout_s=1.0)
+        _run(tmp_path, timeout_s=5.0)
     assert caught.value.lost

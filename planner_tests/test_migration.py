@@ -101,7 +101,7 @@ class _Run:
     """A worker that goes from plan to plan in float64, at learning rate 0."""
 
     def __init__(self, name: str, placed: Placed, out: Path) -> None:
-        self.votes = Votes(30)
+        self.votes = Votes(120)
         self.model = copy.deepcopy(_traced(name))
         for component in self.model.components:
             component.to(torch.float64)
@@ -120,7 +120,7 @@ class _Run:
         plan, processes = placed
         model = materialize(
             plan, self.template or copy.deepcopy(self.model), torch.empty(0), rank=self.votes.rank,
-            strategies=offered(), device=torch.device("cpu"), processes=processes, timeout_s=30, keep_template=True,
+            strategies=offered(), device=torch.device("cpu"), processes=processes, timeout_s=120, keep_template=True,
         )  # fmt: skip
         return Worker(
             model=model, optimizer=build_optimizer("adamw", model.updated, lr=0.0, weight_decay=0.0),
@@ -178,7 +178,7 @@ def _walk(rank: int, name: str, processes: int, stops: Sequence[int], out: Path)
 
 def _moves(name: str, processes: int, stops: Sequence[int], out: Path) -> None:
     _plans(name, processes)  # once, for all ranks
-    found = run_ranks(processes, _walk, name, processes, stops, out, threads=1, timeout_s=60)
+    found = run_ranks(processes, _walk, name, processes, stops, out, threads=1, timeout_s=120)
     assert found == [[]] * processes
 
 
@@ -212,7 +212,7 @@ def _bytes_moved(rank: int, out: Path) -> list[tuple[Traffic, int, int]]:
 
 def test_only_what_is_missed_travels(tmp_path: Path) -> None:
     _plans("vision_transformer", 2)
-    found = run_ranks(2, _bytes_moved, tmp_path, threads=1, timeout_s=60)
+    found = run_ranks(2, _bytes_moved, tmp_path, threads=1, timeout_s=120)
     for rank, ((to_halves, _, half), (to_replicas, _, full), (to_one, _, last)) in enumerate(found):
         assert (to_halves.sent_bytes, to_halves.received_bytes) == (0, 0), "each has its half already"
         assert to_halves.copied_bytes == half
@@ -238,7 +238,7 @@ def _ping_pong(rank: int, out: Path) -> list[tuple[int, int, int]]:
 
 def test_moving_to_and_fro_leaves_nothing_behind(tmp_path: Path) -> None:
     _plans("blocks", 2)
-    for found in run_ranks(2, _ping_pong, tmp_path, threads=1, timeout_s=60):
+    for found in run_ranks(2, _ping_pong, tmp_path, threads=1, timeout_s=120):
         assert found[2:] == [found[2]] * 2
 
 
@@ -268,7 +268,7 @@ def _broken(rank: int, out: Path) -> tuple[str, bool, str, str]:
 
 def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
     _plans("blocks", 2)
-    one, two = run_ranks(2, _broken, tmp_path, threads=1, timeout_s=60)
+    one, two = run_ranks(2, _broken, tmp_path, threads=1, timeout_s=120)
     assert one == two
     assert one[0] == "weights were corrupted on their way to the new plan; the old plan stays"
     assert one[1]

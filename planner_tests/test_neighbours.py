@@ -92,7 +92,7 @@ def test_it_begins_while_the_component_beside_it_computes() -> None:
     names = [c.name for c in plan.components]
     assert len(names) >= 4
     for ahead in (False, True):
-        first, _ = run_ranks(2, _events, plan, ahead, threads=1, timeout_s=60)
+        first, _ = run_ranks(2, _events, plan, ahead, threads=1, timeout_s=120)
         forward = first[: first.index(names[-1])]
         gathered = [i for i, e in enumerate(forward) if e.startswith("gather")]
         behind = [forward[i + 1] for i in gathered]  # computed next

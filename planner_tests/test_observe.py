@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -58,11 +59,11 @@ def _measured(out: Path, plan: Plan, slow: int | None, *, messages: bool = False
         events: list[dict[str, Any]] = []
         executor = TrainingExecutor(
             plan, parallel, training.settings(out, steps_per_epoch=10, **settings), train=images[0], test=images[1],
-            votes=Votes(30), stop=StopRequest(), announce=events.append, folder=out / outdir.CHECKPOINTS, run="test",
+            votes=Votes(120), stop=StopRequest(), announce=events.append, folder=out / outdir.CHECKPOINTS, run="test",
         )  # fmt: skip
         return executor.run_epoch(0).measurements, events
 
-    return run_ranks(2, body, threads=1, timeout_s=60)
+    return run_ranks(2, body, threads=1, timeout_s=120)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,9 @@ def test_the_slow_rank_is_named(tmp_path: Path, plan: Plan, slow: int, messages:
     assert measured.communication_s is not None
     assert measured.communication_s < other.waiting_s
     lines = [event for event in one[1] if event["event"] == "steps"]
-    assert lines[-1]["slowest_rank"] == slow
-    assert 0.2 < lines[-1]["waiting_share"] <= 1
+    named = [line["slowest_rank"] for line in lines if line["slowest_rank"] is not None]
+    assert named.count(slow) > len(named) / 2, "a machine that stops for a moment does so in one of these windows"
+    assert 0.2 < median(line["waiting_share"] for line in lines if line["slowest_rank"] is not None) <= 1
 
 
 def test_transfers_are_told_by_kind(tmp_path: Path) -> None:

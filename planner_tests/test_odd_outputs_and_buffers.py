@@ -85,7 +85,7 @@ def test_verify_finds_equal_what_is(make: Callable[[], nn.Module], ranks: int, a
     plan = hand_plan(make(), ranks, uniform(ranks, 1), input_shape=SHAPE, num_classes=5, global_batch=16)
     if again:
         plan = staged(plan, [1], checkpoint=lambda _i: True, microbatches=2)
-    found = verify(plan, make, offered(), timeout_s=60)
+    found = verify(plan, make, offered(), timeout_s=120)
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     names = {t.name for t in found.tensors}
     assert names & {"mask", "weight", "0.1.running_var"}

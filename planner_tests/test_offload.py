@@ -192,7 +192,7 @@ def test_gathered_state_is_the_same_wherever_it_is() -> None:
         return ("replicate", "zero1", "zero3")[i % 3]
 
     made = plan_of("plain", [2], strategy, optimizer="adamw", microbatches=1, degrees=lambda _i, w: (w, 1))
-    here, there = (run_ranks(2, _trained, p, threads=1, timeout_s=60)[0] for p in (made, offloaded(made)))
+    here, there = (run_ranks(2, _trained, p, threads=1, timeout_s=120)[0] for p in (made, offloaded(made)))
     for a, b in zip(here, there, strict=True):
         assert set(a) == set(b)
         assert a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_a_rank_that_dies_between_stages_is_named(tmp_path: Path) -> None:
         forward_backward(model, torch.arange(24), 0, lambda rows: x[rows], labels)
 
     with pytest.raises(WorkersFailedError, match="rank 2 of 3"):
-        run_ranks(3, die, plan_of("plain", [2, 1]), threads=1, timeout_s=30)
+        run_ranks(3, die, plan_of("plain", [2, 1]), threads=1, timeout_s=120)
 
 
 def _gathers(rank: int, plan: Plan) -> list[list[str]]:
@@ -120,7 +119,7 @@ def _gathers(rank: int, plan: Plan) -> list[list[str]]:
 def test_a_stage_that_waits_for_others_gathers_its_weights_meanwhile() -> None:
     """Once a step, and from the second on before there is anything to compute; the first stage as it goes."""
     plan = plan_of("plain", [1, 2], cuts=[1], microbatches=2, strategy=lambda i: "zero2" if i else "replicate")
-    ranks = run_ranks(3, _gathers, plan, threads=1, timeout_s=60)
+    ranks = run_ranks(3, _gathers, plan, threads=1, timeout_s=120)
     assert ranks[0] == [["compute", "compute"]] * 3
     for first, *later in ranks[1:]:
         units = first.count("gather")
@@ -129,18 +128,15 @@ def test_a_stage_that_waits_for_others_gathers_its_weights_meanwhile() -> None:
         assert later == [["gather"] * units + ["compute", "compute"]] * 2
 
 
-def test_a_run_in_stages_is_continued_by_other_stages(tmp_path: Path) -> None:
+def test_a_run_in_stages_is_continued_by_other_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped under one cut, resumed under another, and again on one device: to the bit as if never interrupted."""
     _trained(pipeline([1, 1]), tmp_path / "whole", log_every=1)
     parts = tmp_path / "parts"
     for stop, plan in ((3, pipeline([1, 1])), (8, pipeline([1, 1], cuts=[1], schedule="gpipe"))):
-
-        def hear(event: dict[str, Any], stop: int = stop) -> None:
-            if event["event"] == "steps" and event["step"] == stop:
-                os.kill(os.getpid(), signal.SIGTERM)
-
+        training.stopping(monkeypatch, stop)
         with pytest.raises(PreemptedError):
-            _trained(plan, parts, resume=stop == 8, log_every=1, on_event=hear)
+            _trained(plan, parts, resume=stop == 8, log_every=1)
+    monkeypatch.undo()
     _trained(training.plan(microbatches=2), parts, resume=True, log_every=1)
     first, second = _state(tmp_path / "whole"), _state(parts)
     assert first.keys() == second.keys()
@@ -161,7 +157,7 @@ def test_a_run_moves_between_cuts(tmp_path: Path) -> None:
 
         executor = TrainingExecutor(
             plans[0], parallel, training.settings(tmp_path, lr=0.01, epochs=4), train=images[0], test=images[1],
-            votes=Votes(30), stop=StopRequest(), announce=lambda _: None, folder=tmp_path / outdir.CHECKPOINTS,
+            votes=Votes(120), stop=StopRequest(), announce=lambda _: None, folder=tmp_path / outdir.CHECKPOINTS,
             run="test",
         )  # fmt: skip
 
@@ -179,7 +175,7 @@ def test_a_run_moves_between_cuts(tmp_path: Path) -> None:
         executor.save(3)
         return same
 
-    assert run_ranks(2, body, threads=1, timeout_s=30) == [[True] * 3] * 2
+    assert run_ranks(2, body, threads=1, timeout_s=120) == [[True] * 3] * 2
     assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.plan == plans[-1]
 
 
@@ -191,7 +187,7 @@ def test_stages_and_data_parallelism_side_by_side(tmp_path: Path) -> None:
         lambda: build_zoo("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0),
         offered(),
         lambda: images,
-        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, threads=1, timeout_s=30),
+        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, threads=1, timeout_s=120),
     )
     for plan, cell in zip(plans, cells, strict=True):
         assert cell.communication_s is not None
@@ -216,7 +212,7 @@ def test_evaluation_passes_through_the_stages() -> None:
         return found
 
     plan = plan_of("plain", [2, 1])
-    first, second, third = run_ranks(3, body, plan, threads=1, timeout_s=30)
+    first, second, third = run_ranks(3, body, plan, threads=1, timeout_s=120)
     assert first is second is None
     model = build("plain").eval()
     with torch.no_grad():

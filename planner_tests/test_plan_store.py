@@ -72,5 +72,5 @@ def _walk(rank: int, folder: Path, links: Path) -> dict[str, bool]:
 def test_a_stored_plan_is_for_one_request(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
     links.write_text(Path(LINKS).read_text())
-    found = run_ranks(2, _walk, tmp_path / "plans", links, threads=1, timeout_s=60)[0]
+    found = run_ranks(2, _walk, tmp_path / "plans", links, threads=1, timeout_s=120)[0]
     assert found == {name: name not in ("again", "at last") for name in found}

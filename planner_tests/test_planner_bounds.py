@@ -165,7 +165,7 @@ def test_two_halves_of_a_search_are_the_whole():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_second_core_changes_no_answer(monkeypatch):
     profile, links = known_models.profile(known_models.transformer(3), 500.0, 64), presets.load("t4-8x1-25g-tcp")
-    request, found = Request(gpus=3, global_batch=32, time_limit_s=10.0, prefer_simple=False), []
+    request, found = Request(gpus=3, global_batch=32, time_limit_s=120.0, prefer_simple=False), []
     for beside in (False, True):
         monkeypatch.setattr("asa.planner.search.can_fork", lambda beside=beside: beside)
         found.append(plan(profile, links, offered(), request)[0])

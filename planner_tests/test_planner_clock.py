@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
 from asa.planner import clock
 
 
-def test_waiting_counts_for_a_part_of_the_wall_only() -> None:
-    began, worked, wall = clock.now(), time.thread_time(), time.monotonic()
-    time.sleep(0.1)
-    taken, worked, wall = clock.now() - began, time.thread_time() - worked, time.monotonic() - wall
-    assert wall / clock.PATIENCE * 0.99 <= taken <= worked + wall / clock.PATIENCE * 1.01
-    assert taken < 0.6 * wall
+class _Told:
+    """Stands in for the module ``time``: how long a thread has worked, and what a clock on the wall shows."""
+
+    def __init__(self) -> None:
+        self.worked, self.wall = 0.0, 100.0
+
+    def thread_time(self) -> float:
+        return self.worked
+
+    def monotonic(self) -> float:
+        return self.wall
 
 
-def test_work_counts_in_full() -> None:
-    began, worked = clock.now(), time.thread_time()
-    while time.thread_time() - worked < 0.02:
-        pass
-    assert clock.now() - began >= 0.02
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> _Told:
+    """A clock that moves only when it is told to."""
+    made = _Told()
+    monkeypatch.setattr(clock, "time", made)
+    monkeypatch.setattr(clock, "PATIENCE", 4)
+    monkeypatch.setattr(clock, "_CLOCK", clock._WorkClock())
+    return made
+
+
+def test_waiting_counts_for_a_part_of_the_wall_only(told: _Told) -> None:
+    told.worked, told.wall = told.worked + 0.1, told.wall + 10.0
+    assert clock.now() == 10.0 / clock.PATIENCE
+
+
+def test_work_counts_in_full(told: _Told) -> None:
+    told.worked, told.wall = told.worked + 3.0, told.wall + 4.0
+    assert clock.now() == 3.0
+    told.worked, told.wall = told.worked + 1.0, told.wall + 1.0
+    assert clock.now() == 4.0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import asa
 from asa.api.loop.process_counts import _asks, _own_files
 
 
@@ -34,5 +37,9 @@ def test_modules_of_the_program_are_looked_through(tmp_path: Path, monkeypatch: 
     (tmp_path / "settings_of_mine.py").write_text("import os\nRANKS = int(os.environ.get('WORLD_SIZE', 1))\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("settings_of_mine")
-    assert str(tmp_path / "settings_of_mine.py") in filter(_asks, _own_files())
-    assert not any("torch" in Path(file).parts or "asa" in Path(file).parts for file in _own_files())
+    try:
+        assert str(tmp_path / "settings_of_mine.py") in filter(_asks, _own_files())
+    finally:
+        del sys.modules["settings_of_mine"]  # which would have every later program ask
+    packages = [Path(str(package.__file__)).parent for package in (asa, torch)]
+    assert not any(Path(file).is_relative_to(package) for file in _own_files() for package in packages)

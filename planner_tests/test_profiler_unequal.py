@@ -44,7 +44,7 @@ def _turns(_rank: int) -> list[list[float]]:
 
 
 def test_equal_ranks_record_nothing():
-    assert run_ranks(2, _measured, backend="gloo", threads=1, timeout_s=60) == [None, None]
+    assert run_ranks(2, _measured, backend="gloo", threads=1, timeout_s=120) == [None, None]
 
 
 def test_all_ranks_learn_what_each_took_alone(monkeypatch: pytest.MonkeyPatch):
@@ -52,7 +52,7 @@ def test_all_ranks_learn_what_each_took_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(unequal, "_SAMPLE_S", 1e-6)
     adding = Kernels(work={"one": lambda: sum(range(100)), "other": lambda: sum(range(200))})
     monkeypatch.setattr(unequal, "training_kernels", lambda *_: adding)
-    one, other = run_ranks(2, _turns, backend="gloo", threads=1, timeout_s=60)
+    one, other = run_ranks(2, _turns, backend="gloo", threads=1, timeout_s=120)
     assert one == other
     assert len(one) == 2
     assert all(s > 0 for row in one for s in row)

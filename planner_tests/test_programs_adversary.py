@@ -167,7 +167,7 @@ SAID: dict[str, tuple[Program, str, str]] = {
 
 def test_what_differs_is_named() -> None:
     cases = [(program, program.plan(name)) for program, name, _ in SAID.values()]
-    lines = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]  # rank 0 speaks for all
+    lines = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]  # rank 0 speaks for all
     for (name, (_, _, words)), heard in zip(SAID.items(), lines, strict=True):
         assert any(words in line for line in heard), (name, heard)
 
@@ -196,7 +196,7 @@ def test_a_rank_that_calls_the_model_with_pieces_while_another_does_not_ends(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(AsaError) as ended:
-        run_ranks(2, _halving, _program(_in_halves).plan("tensor"), threads=1, timeout_s=60)
+        run_ranks(2, _halving, _program(_in_halves).plan("tensor"), threads=1, timeout_s=120)
     assert "with other samples than the loader's" in str(ended.value) + capfd.readouterr().err
 
 
@@ -218,7 +218,7 @@ def _left(rank: int) -> str:
 
 
 def test_a_rank_that_waits_for_one_that_stopped_with_an_error_stops_too() -> None:
-    said, afterwards = run_ranks(2, _left, threads=1, timeout_s=30)[1].split("|")
+    said, afterwards = run_ranks(2, _left, threads=1, timeout_s=120)[1].split("|")
     assert said.startswith("rank 0 stopped with an error, and rank 1 waits for it")
     assert afterwards == ""
 
@@ -301,6 +301,6 @@ def _refused(_rank: int, fsdp: Any) -> list[str]:
 
 
 def test_what_sharded_parameters_do_not_know_is_refused_in_a_line() -> None:
-    func, penalty = run_ranks(2, _refused, _program(lambda *_: {}).plan("fsdp"), threads=1, timeout_s=60)[0]
+    func, penalty = run_ranks(2, _refused, _program(lambda *_: {}).plan("fsdp"), threads=1, timeout_s=120)[0]
     assert func.startswith("torch.func transforms")
     assert "use p.full_tensor() there" in penalty

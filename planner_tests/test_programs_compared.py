@@ -200,7 +200,7 @@ def _heard(_rank: int, loops: list[Loop], plan: Any) -> list[list[str]]:
 def test_what_sees_other_samples_is_named_and_nothing_else_is() -> None:
     loops = [*(loop for loop, _ in SAID.values()), *QUIET.values()]
     plan = _program(loops[0]).plan("ddp")
-    for rank in run_ranks(2, _heard, loops, plan, threads=1, timeout_s=60):
+    for rank in run_ranks(2, _heard, loops, plan, threads=1, timeout_s=120):
         for (name, (_, words)), lines in zip(SAID.items(), rank, strict=False):
             assert any(words in line for line in lines), (name, lines)
             if words == "this rank's samples" and "branch" not in name:
@@ -223,4 +223,4 @@ def _looked_again(_rank: int, plan: Any) -> int:
 
 def test_a_loss_that_is_no_longer_looked_at_is_no_other_loss() -> None:
     plan = _program(QUIET["indexed by place"]).plan("ddp")
-    assert run_ranks(2, _looked_again, plan, threads=1, timeout_s=60) == [0, 0]
+    assert run_ranks(2, _looked_again, plan, threads=1, timeout_s=120) == [0, 0]

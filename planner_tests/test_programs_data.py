@@ -146,11 +146,11 @@ def test_the_batches_of_one_device(tmp_path: Path) -> None:
 
 def test_a_stream_that_shares_by_rank_is_refused() -> None:
     with pytest.raises((asa.AsaError, WorkersFailedError), match="shares or shuffles them by rank itself"):
-        run_ranks(2, spread, [("shared by rank", "ddp")], threads=1, timeout_s=60)
+        run_ranks(2, spread, [("shared by rank", "ddp")], threads=1, timeout_s=120)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm")
 def test_batch_norm_on_a_batch_that_leaves_a_rank_one_sample() -> None:
     """Every rank computes such a batch: no rank stops while the other waits, and ranks stay alike."""
-    first, second = run_ranks(2, spread, [("a last batch of three", "ddp")], True, threads=1, timeout_s=60)
+    first, second = run_ranks(2, spread, [("a last batch of three", "ddp")], True, threads=1, timeout_s=120)
     assert all(torch.allclose(t, second[0][n], rtol=1e-12, atol=0) for n, t in first[0].items())

@@ -83,7 +83,7 @@ def _spread(rank: int, plan: Any) -> Any:
 
 
 def test_a_batch_mixed_at_random_is_that_of_one_device_and_masks_are_other_on_every_rank() -> None:
-    found = run_ranks(2, _spread, PROGRAM.plan("ddp"), threads=1, timeout_s=60)
+    found = run_ranks(2, _spread, PROGRAM.plan("ddp"), threads=1, timeout_s=120)
     for i, workers in enumerate((0, 1)):
         made = _mixing(workers)
         _seeded(3)

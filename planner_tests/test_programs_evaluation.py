@@ -104,7 +104,7 @@ def _said(_rank: int, programs: list[Program], plan: Any) -> list[list[str]]:
 def test_what_cannot_be_followed_on_the_ranks_is_refused_or_named() -> None:
     loops = (_others, _tied, _stepping)
     programs = [Program(model=_net, x=numbers(12, 5), y=classes(12, 3), loop=loop) for loop in loops]
-    for others, tied, stepping in run_ranks(2, _said, programs, programs[0].plan("ddp"), threads=1, timeout_s=30):
+    for others, tied, stepping in run_ranks(2, _said, programs, programs[0].plan("ddp"), threads=1, timeout_s=120):
         assert any("not checked" in line and "of other samples" in line for line in others), others
         assert "replaced or tied behind asa.parallelize" in tied[0]
         assert "sees only this rank" in stepping[0]

@@ -126,7 +126,7 @@ IS_CHANGED = "is changed in the loop by numbers of this rank's samples"
 def test_numbers_of_a_rank_in_what_ranks_hold_in_parts_are_warned_of(plan: str) -> None:
     loops = {"late": _late, "copied": _copied, "momentum": _momentum}
     cases = [(p := _program(loop), p.plan(plan)) for loop in loops.values()]
-    ranks = run_ranks(2, heard_of, [*cases, ((q := _program(_alike)), q.plan(plan))], threads=1, timeout_s=60)
+    ranks = run_ranks(2, heard_of, [*cases, ((q := _program(_alike)), q.plan(plan))], threads=1, timeout_s=120)
     for name, *said in zip((*loops, "alike"), *ranks, strict=True):
         found = any(text in line for lines in said for line in lines for text in (IN_PARTS, NO_LONGER))
         assert found is (name != "alike"), (name, said)
@@ -135,7 +135,7 @@ def test_numbers_of_a_rank_in_what_ranks_hold_in_parts_are_warned_of(plan: str) 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp", "zero1"])
 def test_data_and_gradients_of_a_rank_are_warned_of(plan: str) -> None:
     cases = [(p := _program(loop), p.plan(plan)) for loop in (_by_data, _assigned_gradient)]
-    for said in zip(*run_ranks(2, heard_of, cases, threads=1, timeout_s=60), strict=True):  # one rank may update it
+    for said in zip(*run_ranks(2, heard_of, cases, threads=1, timeout_s=120), strict=True):  # one rank may update it
         assert any(text in line for lines in said for line in lines for text in (IS_CHANGED, IN_PARTS)), said
 
 
@@ -251,7 +251,7 @@ def test_an_optimizer_without_a_rate_is_that_of_one_process() -> None:
 
 def test_weights_made_under_no_grad_are_no_difference() -> None:
     cases = [(p := _program(_weights_of_no_grad), p.plan("ddp"))]
-    for lines in run_ranks(2, heard_of, cases, threads=1, timeout_s=60):
+    for lines in run_ranks(2, heard_of, cases, threads=1, timeout_s=120):
         assert not any("not a mean over samples" in line for line in lines[0]), lines[0]
 
 
@@ -388,7 +388,7 @@ def _refused(_rank: int, program: Program) -> str:
 
 def test_objects_whose_tensors_are_not_found_are_refused() -> None:
     program = _program(_of_records_called, lambda: AnswersByName(Odd))
-    assert all("\n" not in line for line in run_ranks(2, _refused, program, threads=1, timeout_s=60))
+    assert all("\n" not in line for line in run_ranks(2, _refused, program, threads=1, timeout_s=120))
 
 
 def test_records_are_taken_apart_and_put_together() -> None:
@@ -433,7 +433,7 @@ def _by_figure(net: Any, opt: Any, batches: Any) -> State:
 
 def test_a_number_in_an_output_is_no_constant_and_is_said() -> None:
     program = _program(_by_figure, Figures)
-    for lines in run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=60):
+    for lines in run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=120):
         assert any("goes into the loss" in line for line in lines[0]), lines[0]
     for state in program.spread(["tensor"])["tensor"]:
         assert "there is a Python number in its output" in str(state)
@@ -465,5 +465,5 @@ def _distilled(net: Any, opt: Any, batches: Any) -> State:
 
 def test_outputs_without_gradients_are_part_of_the_comparison() -> None:
     program = _program(_distilled)
-    for lines in run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=60):
+    for lines in run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=120):
         assert any("differs between ranks" in line for line in lines[0]), lines[0]

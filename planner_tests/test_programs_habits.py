@@ -157,21 +157,21 @@ SAID: dict[str, tuple[Any, int, str]] = {
 
 def test_what_differs_is_named() -> None:
     cases = [_program(loop, count, 6 if "class" in name else 8) for name, (loop, count, _) in SAID.items()]
-    rank = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in cases], threads=1, timeout_s=60)[0]
+    rank = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in cases], threads=1, timeout_s=120)[0]
     for (name, (_, _, words)), lines in zip(SAID.items(), rank, strict=True):
         assert any(words in line for line in lines), (name, lines)
 
 
 def test_parts_that_are_drawn_through_modules_are_named() -> None:
     program = _program(_drawn_through_data)
-    lines = run_ranks(2, heard_of, [(program, program.plan("tensor"))], threads=1, timeout_s=60)[0][0]
+    lines = run_ranks(2, heard_of, [(program, program.plan("tensor"))], threads=1, timeout_s=120)[0][0]
     assert any("Linear.weight was changed through model.modules()" in line for line in lines), lines
 
 
 def test_nothing_is_said_of_usual_loops() -> None:
     usual = _program(_with_loss(lambda n, x, y: CE(n(x).view(len(x), 3), y)))  # the last batch is uneven
     layers = _program(_with_loss(lambda n, x, y: CE(n[2](n[1](n[0](x))), y)), 24)
-    rank = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in (usual, layers)], threads=1, timeout_s=60)[0]
+    rank = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in (usual, layers)], threads=1, timeout_s=120)[0]
     assert not [line for lines in rank for line in lines if "samples a batch" in line or "not a mean" in line]
 
 
@@ -232,7 +232,7 @@ def _refused(_rank: int, loops: list[tuple[Program, Any]]) -> list[str]:
 
 def test_what_is_refused_says_so_in_a_line() -> None:
     programs = [_program(loop, 24) for loop, _ in REFUSED.values()]
-    rank = run_ranks(2, _refused, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=60)[0]
+    rank = run_ranks(2, _refused, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=120)[0]
     for (name, (_, words)), text in zip(REFUSED.items(), rank, strict=True):
         assert words in text, name
 
@@ -351,7 +351,7 @@ def _placed(_rank: int, by: str) -> tuple[str, list[str], str]:
 
 @pytest.mark.parametrize("by", ["data", "copy_"])
 def test_parameters_that_forward_writes_are_restored_after_trials_and_never_shards(by: str) -> None:
-    for rank, (said, changed, refused) in enumerate(run_ranks(2, _placed, by, threads=1, timeout_s=60)):
+    for rank, (said, changed, refused) in enumerate(run_ranks(2, _placed, by, threads=1, timeout_s=120)):
         assert not changed
         assert "forward changes shift, of which ranks hold shards" in refused
         assert rank or "forward changes shift and 1 more, which are parameters" in said
@@ -370,7 +370,7 @@ def _following(_rank: int) -> tuple[State, str]:
 
 def test_a_model_that_writes_parameters_in_forward_runs_whole() -> None:
     alone = _program(_with_loss(cross_entropy), model=_Follows).alone()
-    for state, refused in run_ranks(2, _following, threads=1, timeout_s=60):
+    for state, refused in run_ranks(2, _following, threads=1, timeout_s=120):
         assert distance(state, alone) < 1e-11
         assert "forward changes slow.weight, and components of a model that is cut" in refused
 
@@ -424,7 +424,7 @@ def _uses(_rank: int, plans: list[str]) -> dict[str, list[str]]:
 
 def test_parameters_that_were_listed_before_are_the_models_or_refused() -> None:
     plans = ["ddp", "zero1", "tensor", "fsdp"]
-    for found in run_ranks(2, _uses, plans, threads=1, timeout_s=60):
+    for found in run_ranks(2, _uses, plans, threads=1, timeout_s=120):
         for name in plans:
             *before, rebuilt = found[name]
             if name in ("ddp", "zero1"):
@@ -509,7 +509,7 @@ def _scaled(how: str) -> Any:
 def test_an_attribute_of_a_layer_that_was_traced_through_is_warned_of() -> None:
     programs = [_program(_scaled(how), 24, model=_ScaledOnce) for how in ("name", "modules", "not at all")]
     cases = [(p, p.plan(plan)) for p in programs for plan in ("ddp", "tensor")]
-    *changed, first, second = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    *changed, first, second = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     for lines in changed:
         assert any("model.middle.scale was changed behind asa.parallelize" in line for line in lines), lines
     assert not any("was changed" in line for line in first + second)
@@ -526,7 +526,7 @@ def test_a_rate_of_dropout_that_is_set_later_is_told() -> None:
     program = _program(
         _dropping_later, 24, model=lambda: nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.0), nn.Linear(12, 3))
     )
-    (lines,) = run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=60)[0]
+    (lines,) = run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=120)[0]
     assert sum("draws random numbers by sample and step" in line for line in lines) == 1
 
 
@@ -544,7 +544,7 @@ def _by_norms_of_layers(net: Any, opt: Any, batches: Any) -> State:
 def test_gradients_that_are_changed_through_modules_are_warned_of() -> None:
     program = _program(_by_norms_of_layers, 24)
     cases = [(program, program.plan(plan)) for plan in ("tensor", "ddp")]
-    parts, whole = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    parts, whole = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("weight.grad was changed through model.modules()" in line for line in parts)
     assert not any("changed through" in line for line in whole)
 
@@ -569,7 +569,7 @@ def _probed(net: Any, opt: Any, batches: Any) -> State:
 def test_a_second_model_that_is_not_placed_is_warned_of() -> None:
     programs = [_program(_probed, 24), _program(_with_loss(cross_entropy), 24)]
     cases = [(p, p.plan("ddp")) for p in programs]
-    probed, usual = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    probed, usual = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("of an optimizer that was not handed to asa.parallelize are no longer the same" in s for s in probed)
     assert not any("no longer the same" in line for line in usual)
 
@@ -586,5 +586,5 @@ def _with_gradients(_rank: int, plan: str) -> list[str]:
 
 @pytest.mark.parametrize(("plan", "lost"), [("ddp", False), ("tensor", True)])
 def test_gradients_from_before_the_call_are_kept_or_warned_of(plan: str, lost: bool) -> None:
-    heard = run_ranks(2, _with_gradients, plan, threads=1, timeout_s=60)[0]
+    heard = run_ranks(2, _with_gradients, plan, threads=1, timeout_s=120)[0]
     assert any("had a gradient before the call" in line for line in heard) is lost

@@ -101,7 +101,7 @@ def _heard(_rank: int, loops: list[Any], plan: Any) -> list[list[str]]:
 def test_a_rank_that_leaves_something_out_is_told_at_once(plan: str, at: int, what: str) -> None:
     program = _program(_skipped(at, what))
     with pytest.raises(UsageError, match="a branch of the loop took another way"):
-        run_ranks(2, _heard, [program.loop], program.plan(plan), threads=1, timeout_s=60)
+        run_ranks(2, _heard, [program.loop], program.plan(plan), threads=1, timeout_s=120)
 
 
 def _skipping_under_exact_norms(_rank: int, plan: Any) -> None:
@@ -128,7 +128,7 @@ def _normed() -> Program:
 
 def test_a_rank_that_skips_a_batch_under_exact_norms_is_told_at_once() -> None:
     with pytest.raises(UsageError, match="a branch of the loop took another way"):
-        run_ranks(2, _skipping_under_exact_norms, _normed().plan("ddp"), threads=1, timeout_s=60)
+        run_ranks(2, _skipping_under_exact_norms, _normed().plan("ddp"), threads=1, timeout_s=120)
 
 
 def _called_again(rows: int) -> Any:
@@ -150,19 +150,19 @@ def _called_again(rows: int) -> Any:
 def test_a_rank_that_calls_the_model_more_often_is_told_at_once() -> None:
     program = _program(_called_again(1))
     with pytest.raises(UsageError, match=r"waits in a (backward|call of the model).*took another way"):
-        run_ranks(2, _heard, [program.loop], program.plan("ddp"), threads=1, timeout_s=60)
+        run_ranks(2, _heard, [program.loop], program.plan("ddp"), threads=1, timeout_s=120)
 
 
 def test_ranks_that_wait_in_different_passes_end_with_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     program = _program(_called_again(3))
     with pytest.raises(AsaError) as ended:
-        run_ranks(2, _heard, [program.loop], program.plan("tensor"), threads=1, timeout_s=60)
+        run_ranks(2, _heard, [program.loop], program.plan("tensor"), threads=1, timeout_s=120)
     assert "took another way" in str(ended.value) + capfd.readouterr().err
 
 
 def test_ranks_that_part_are_warned_of_and_others_hear_nothing() -> None:
     loops = [_by_its_loss, _drawn, _usual]
-    for by_loss, drawn, usual in run_ranks(2, _heard, loops, _program(_usual).plan("zero1"), threads=1, timeout_s=60):
+    for by_loss, drawn, usual in run_ranks(2, _heard, loops, _program(_usual).plan("zero1"), threads=1, timeout_s=120):
         assert any("hyperparameters of the optimizer differ" in line for line in by_loss)
         assert any("weights that all ranks hold alike" in line for line in drawn)
         assert not usual
@@ -197,5 +197,5 @@ def _read_by_a_thread(_rank: int) -> None:
 
 def test_a_loader_that_another_thread_reads_ends_the_program_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AsaError) as ended:
-        run_ranks(2, _read_by_a_thread, threads=1, timeout_s=30, limit_s=60)
+        run_ranks(2, _read_by_a_thread, threads=1, timeout_s=120, limit_s=240)
     assert "read by one thread and the model called by another" in str(ended.value) + capfd.readouterr().err

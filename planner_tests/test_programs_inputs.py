@@ -195,7 +195,7 @@ def test_two_ranks_give_the_numbers_of_one(name: str) -> None:
     reference = plain(name)
     # What a sharded module is called with: tensors, names, packed series, lists.
     strategies = ["ddp", "fsdp"] if name in ("two inputs", "by name", "packed", "lists") else ["ddp"]
-    for rank in run_ranks(2, spread, name, strategies, threads=1, timeout_s=60):
+    for rank in run_ranks(2, spread, name, strategies, threads=1, timeout_s=120):
         for strategy, (state, ran) in zip(strategies, rank, strict=True):
             assert far(state, reference) < 1e-11, (name, strategy)
             assert ran == strategy

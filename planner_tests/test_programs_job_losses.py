@@ -97,12 +97,13 @@ def trained(_rank: int, plans: dict[bool, Plan]) -> dict[str, Any]:
 
 def test_what_is_no_mean_is_refused_or_named_and_a_validation_loss_is_that_of_one_process() -> None:
     plans = {mixing: replace(program(mixing).plan("ddp"), num_microbatches=1) for mixing in (False, True)}
-    by_rank = run_ranks(2, trained, plans, threads=1, timeout_s=60)
+    by_rank = run_ranks(2, trained, plans, threads=1, timeout_s=120)
     for found in by_rank:
         assert "gradients of the outputs differ" in found["by its norm"][0]
         assert found["by its norm"][0].startswith("refused")
         assert any("the loss is not a mean over samples" in line for line in found["annealed"])
-        assert not found["mean"] or all("asa: the plan stays" in line for line in found["mean"])
+        others = ("asa: the plan stays", "asa: slow: ", "asa: over: ")  # what steps take is another matter
+        assert not [line for line in found["mean"] if not line.startswith(others)]
     assert any("was not checked: it does not take the whole batch" in line for line in by_rank[0]["of few"])
     assert any("from other samples of the batch" in line for line in by_rank[0]["mixing"])
 

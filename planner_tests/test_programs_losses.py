@@ -139,7 +139,7 @@ def test_two_ranks_give_the_numbers_of_one(strategy: str, tmp_path: Path) -> Non
     # What a tensor-parallel plan splits was found for the dimensions of the example.
     some = {"fsdp": ["ignored targets", "two terms", "summed over a count"], "tensor": ["class weights", "two terms"]}
     names = some.get(strategy, list(RIGHT))
-    for rank in run_ranks(2, spread, names, strategy, tmp_path, threads=1, timeout_s=60):
+    for rank in run_ranks(2, spread, names, strategy, tmp_path, threads=1, timeout_s=120):
         for name, (state, heard) in zip(names, rank, strict=True):
             model = net()
             reference = train(model, optimizer(model), loader(), RIGHT[name])
@@ -148,7 +148,7 @@ def test_two_ranks_give_the_numbers_of_one(strategy: str, tmp_path: Path) -> Non
 
 
 def test_other_losses_are_warned_of_with_what_they_differ_by(tmp_path: Path) -> None:
-    for rank in run_ranks(2, spread, list(WARNED), "ddp", tmp_path, threads=1, timeout_s=60):
+    for rank in run_ranks(2, spread, list(WARNED), "ddp", tmp_path, threads=1, timeout_s=120):
         for name, (_, heard) in zip(WARNED, rank, strict=True):
             assert len(heard) == 1, (name, heard)
             assert "not a mean over samples" in heard[0], name
@@ -163,6 +163,6 @@ def of_other_dimensions(_rank: int) -> Any:
 
 
 def test_other_dimensions_than_the_example_s_are_refused_in_a_line() -> None:
-    for said in run_ranks(2, of_other_dimensions, threads=1, timeout_s=60):
+    for said in run_ranks(2, of_other_dimensions, threads=1, timeout_s=120):
         assert "strategies tensor cannot be had" in said
         assert "was planned for" in said

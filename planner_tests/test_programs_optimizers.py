@@ -135,7 +135,7 @@ def asked(rank: int, cache: Path) -> list[str]:
 
 
 def test_strategies_are_obeyed_or_refused(tmp_path: Path) -> None:
-    for rank, answers in enumerate(run_ranks(2, asked, tmp_path, threads=1, timeout_s=60)):
+    for rank, answers in enumerate(run_ranks(2, asked, tmp_path, threads=1, timeout_s=120)):
         sharded, either, plain, declared, factored, both, free = answers
         assert sharded.startswith("Lion is not known to update element by element (say elementwise=True if it does)")
         assert "(fsdp)" in sharded
@@ -177,7 +177,7 @@ def test_a_job_clips_the_norm_of_the_whole_model() -> None:
     plain.run(1)
     assert user.distance(plain.state_dict(), wanted) > 1e-3
     plans = [in_float64(plan_of(*LAYOUTS[n])) for n in ("ddp", "zero1", "tensor", "mixed-sharded")] + [pipeline()]
-    for states in run_ranks(2, jobs, plans, threads=1, timeout_s=60):
+    for states in run_ranks(2, jobs, plans, threads=1, timeout_s=120):
         for state in states:
             assert user.distance(state, wanted) < 1e-10
 

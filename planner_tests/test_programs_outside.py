@@ -52,7 +52,7 @@ def _automatic(_rank: int, strategy: str) -> State:
 
 
 def test_a_parameter_of_the_loss_is_trained_as_on_one_device() -> None:
-    for state in run_ranks(2, _automatic, "ddp", threads=1, timeout_s=60):
+    for state in run_ranks(2, _automatic, "ddp", threads=1, timeout_s=120):
         assert distance(state, PROGRAM.alone()) < 1e-11
 
 
@@ -67,4 +67,4 @@ def test_under_a_given_plan_of_data_parallelism_it_is_trained() -> None:
 
 
 def test_under_a_given_plan_that_splits_it_is_said() -> None:
-    assert run_ranks(2, _planned, PROGRAM.plan("tensor"), threads=1, timeout_s=60) == ["told"] * 2
+    assert run_ranks(2, _planned, PROGRAM.plan("tensor"), threads=1, timeout_s=120) == ["told"] * 2

@@ -63,7 +63,7 @@ def _shared(_rank: int, program: Program) -> list[str]:
 
 def test_samplers_that_share_by_rank_are_refused() -> None:
     program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=epochs)
-    for said in run_ranks(2, _shared, program, threads=1, timeout_s=60):
+    for said in run_ranks(2, _shared, program, threads=1, timeout_s=120):
         for text, name in zip(said, ("Repeated", "Repeated", "DistributedSampler"), strict=True):
             assert f"the loader has a {name}, which draws the samples of one rank" in text
 
@@ -109,7 +109,7 @@ def test_batches_of_one_sample_may_have_unlike_shapes() -> None:
     program = Program(model=Bag, x=numbers(2, 8), y=classes(2, 3), loop=_bag_by_bag)
     net, opt, _ = program.made()
     wanted = _bag_by_bag(net, opt, DataLoader(Bags(), 1))
-    for state in run_ranks(2, _bags, program, threads=1, timeout_s=60):
+    for state in run_ranks(2, _bags, program, threads=1, timeout_s=120):
         assert distance(state, wanted) < 1e-11
 
 
@@ -206,7 +206,7 @@ def test_gradients_that_a_loop_writes_without_a_backward_are_compared() -> None:
         for loop in (_assigned, _assigned_alike)
         for name in ("ddp", "zero1")
     ]
-    heard = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    heard = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     said = [any("gradients that the loop wrote differ between ranks" in line for line in lines) for lines in heard]
     assert said == [True, True, False, False]
 
@@ -241,7 +241,7 @@ def test_a_table_of_as_many_classes_as_samples_is_no_mask_of_pairs() -> None:
         (program := Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop), program.plan("ddp"))
         for loop in (_by_a_table, _by_a_table_of_answers)
     ]
-    same, own = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    same, own = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert not any("was not checked" in line or "not a mean" in line for line in same)
     assert any("a number that differs between ranks" in line for line in own)
 
@@ -274,7 +274,7 @@ def test_batches_that_the_loop_draws_alike_are_nothing_to_say() -> None:
         (program := Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop), program.plan("ddp"))
         for loop in (_drawn_by_the_loop, _drawn_beside)
     ]
-    same, beside = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    same, beside = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert not any("is made beside the batch" in line or "not a mean" in line for line in same)
     assert any("is made beside the batch" in line for line in beside)
 
@@ -335,7 +335,7 @@ def test_rows_by_place_and_means_of_the_model_are_told() -> None:
         Program(model=Net, x=numbers(22, 8), y=classes(22, 3), loop=_kept_by_place),
         Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=_kept_by_place),
     ]
-    heard = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=60)[0]
+    heard = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=120)[0]
     words = ("was not checked", "ranks begin at other places", "ranks begin at other places")
     assert [any(w in line for line in lines) for w, lines in zip(words, heard, strict=True)] == [True, True, False]
 
@@ -362,6 +362,6 @@ def test_the_rounding_of_outputs_is_no_other_loss() -> None:
         (program := Program(model=Halved, x=numbers(21, 8), y=classes(21, 3), batch=7, loop=loop), program.plan("ddp"))
         for loop in (_mean_of_halves, _sum_of_halves)
     ]
-    mean, total = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    mean, total = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert not any("not a mean" in line for line in mean)
     assert any("not a mean" in line for line in total)

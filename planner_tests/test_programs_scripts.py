@@ -185,7 +185,9 @@ def _all(_rank: int, cases: list[tuple[Program, Any]]) -> list[State | str]:
 def test_scripts_leave_what_one_process_leaves() -> None:
     cases = [(name, program, plan) for name, (program, plans) in ALIKE.items() for plan in plans]
     wanted = {name: program.alone() for name, (program, _) in ALIKE.items()}
-    answers = run_ranks(2, _all, [(program, program.plan(plan)) for _, program, plan in cases], threads=1, timeout_s=60)
+    answers = run_ranks(
+        2, _all, [(program, program.plan(plan)) for _, program, plan in cases], threads=1, timeout_s=120
+    )
     for states in answers:
         for (name, _, plan), state in zip(cases, states, strict=False):
             assert not isinstance(state, str), f"{name} under {plan}: {state}"
@@ -274,7 +276,7 @@ HEARD: dict[str, tuple[Program, str, str]] = {
 def test_what_differs_is_said_and_what_does_not_is_not() -> None:
     quiet = _program(_of_all)
     cases = [(program, program.plan(plan)) for program, plan, _ in HEARD.values()]
-    *found, nothing = run_ranks(2, heard_of, [*cases, (quiet, quiet.plan("ddp"))], threads=1, timeout_s=60)[0]
+    *found, nothing = run_ranks(2, heard_of, [*cases, (quiet, quiet.plan("ddp"))], threads=1, timeout_s=120)[0]
     for (name, (_, _, words)), lines in zip(HEARD.items(), found, strict=True):
         assert any(words in line for line in lines), (name, lines)
     assert not any("this rank's samples" in line for line in nothing), nothing
@@ -307,7 +309,7 @@ def _refused(_rank: int, tensor: Any, fsdp: Any) -> list[str]:
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:
     program = _program(lambda *_: {})
-    said = run_ranks(2, _refused, program.plan("tensor"), program.plan("fsdp"), threads=1, timeout_s=60)[0]
+    said = run_ranks(2, _refused, program.plan("tensor"), program.plan("fsdp"), threads=1, timeout_s=120)[0]
     keys, unexpected, missing, shape, part, replaced, removed = said
     assert keys == "['0.bias', '2.weight', '2.bias'] ['other']"
     assert "has other, which are none of the model's" in unexpected
@@ -355,7 +357,7 @@ def _of_graph(_rank: int) -> list[State]:
 
 
 def test_one_graph_is_computed_whole_by_every_rank_and_counts_once() -> None:
-    for states in run_ranks(2, _of_graph, threads=1, timeout_s=60):
+    for states in run_ranks(2, _of_graph, threads=1, timeout_s=120):
         for state in states:
             assert distance(state, _learn_graph(*_one_graph())) < 1e-11
 

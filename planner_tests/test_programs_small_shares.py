@@ -161,7 +161,7 @@ def test_small_shares_are_as_in_one_process_or_named() -> None:
     right = [(name, program, plan) for name, (program, plans) in RIGHT.items() for plan in plans]
     programs = [(program, program.plan(plan)) for _, program, plan in right]
     programs += [(program, program.plan(plan)) for program, plan, _ in SAID.values()]
-    by_rank = run_ranks(2, _ran, programs, threads=1, timeout_s=60)
+    by_rank = run_ranks(2, _ran, programs, threads=1, timeout_s=120)
     for found in by_rank:
         for (name, program, plan), (state, text) in zip(right, found, strict=False):
             assert state, (name, plan, text)
@@ -241,7 +241,7 @@ def _collated(_rank: int) -> str:
 
 
 def test_a_collate_fn_that_takes_no_single_sample() -> None:
-    for said in run_ranks(2, _collated, threads=1, timeout_s=60):
+    for said in run_ranks(2, _collated, threads=1, timeout_s=120):
         assert said.startswith("the loader's collate_fn makes no batch of the 1 samples that this rank has of a batch")
 
 

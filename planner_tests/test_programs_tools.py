@@ -69,7 +69,7 @@ def test_weights_averages_and_optimizers_are_saved_whole_under_every_plan(tmp_pa
     model = net()
     opt = optimizer(model)
     average = averaged(model, opt, loader())
-    for rank in run_ranks(2, saved, tmp_path, threads=1, timeout_s=90):
+    for rank in run_ranks(2, saved, tmp_path, threads=1, timeout_s=120):
         assert [f[:2] for f in rank] == [(3, s) for s in STRATEGIES]
     for strategy in STRATEGIES:
         state = torch.load(tmp_path / f"{strategy}.pt", weights_only=True)
@@ -185,7 +185,7 @@ def test_ranks_that_read_different_files_are_told(tmp_path: Path, other: float |
         if factor is not None:
             state = {k: v * factor for k, v in net().state_dict().items()}
             torch.save({"model": state}, tmp_path / f"{rank}.pt")
-    for told in run_ranks(2, loaded, tmp_path, threads=1, timeout_s=60):
+    for told in run_ranks(2, loaded, tmp_path, threads=1, timeout_s=120):
         assert words in told
 
 
@@ -207,7 +207,7 @@ def looked_at(_rank: int) -> Any:
 def test_a_loss_is_checked_and_numbers_are_those_of_the_batch() -> None:
     x, y = list(loader())[-1]
     model = net()
-    for exact, other, mean, count, labels, missing in run_ranks(2, looked_at, threads=1, timeout_s=60):
+    for exact, other, mean, count, labels, missing in run_ranks(2, looked_at, threads=1, timeout_s=120):
         assert "is that of one device" in exact
         assert "not a mean over samples" in other
         assert "%" in other
@@ -283,7 +283,7 @@ def test_jobs_know_denominators_over_ranks_and_microbatches() -> None:
 
 
 def test_jobs_refuse_other_losses_before_the_first_step() -> None:
-    for rank in run_ranks(2, job, ["a sum", "a mask"], False, ["ddp"], threads=1, timeout_s=60):
+    for rank in run_ranks(2, job, ["a sum", "a mask"], False, ["ddp"], threads=1, timeout_s=120):
         for said in rank:
             assert "not a mean over samples" in said
             assert "weight=" in said

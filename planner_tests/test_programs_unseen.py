@@ -148,7 +148,7 @@ SAID: dict[str, tuple[Any, Any, str, str]] = {
 def test_what_differs_is_said(name: str) -> None:
     model, loop, plan, words = SAID[name]
     program = Program(model=model, x=numbers(COUNT, 8), y=classes(COUNT, 3), batch=BATCH, loop=loop)
-    by_rank = run_ranks(2, heard_of, [(program, program.plan(plan))], threads=1, timeout_s=60)
+    by_rank = run_ranks(2, heard_of, [(program, program.plan(plan))], threads=1, timeout_s=120)
     lines = [line for rank in by_rank for line in rank[0]]
     if words:
         assert any(words in line for line in lines), lines
@@ -268,18 +268,18 @@ def _spread(_rank: int, kind: str) -> tuple[State, list[str]]:
 @pytest.mark.parametrize("kind", ["told", "endless", "numpy", "stream", "names", "one layer", "modes"])
 def test_batches_are_those_of_one_process(kind: str) -> None:
     wanted = _loop(kind, *_made(kind))
-    for state, _ in run_ranks(2, _spread, kind, threads=1, timeout_s=60):
+    for state, _ in run_ranks(2, _spread, kind, threads=1, timeout_s=120):
         assert distance(state, wanted) < 1e-11
 
 
 def test_a_sampler_that_ranks_change_in_other_ways_is_said() -> None:
-    for _, heard in run_ranks(2, _spread, "weights", threads=1, timeout_s=60):
+    for _, heard in run_ranks(2, _spread, "weights", threads=1, timeout_s=120):
         assert any("sampler.weights is no longer the same on all ranks" in line for line in heard)
 
 
 def test_sequences_packed_into_one_row_are_said() -> None:
     """Shares of some ranks have one sample, as many as rows; those ranks exchange as the others do."""
-    for _, heard in run_ranks(2, _spread, "packed", threads=1, timeout_s=60):
+    for _, heard in run_ranks(2, _spread, "packed", threads=1, timeout_s=120):
         assert any("with pieces of a batch" in line for line in heard), heard
 
 
@@ -323,7 +323,7 @@ def _wrapped(_rank: int) -> list[str]:
 
 
 def test_what_frameworks_wrap_is_refused_in_a_line() -> None:
-    assert all("\n" not in line for lines in run_ranks(2, _wrapped, threads=1, timeout_s=60) for line in lines)
+    assert all("\n" not in line for lines in run_ranks(2, _wrapped, threads=1, timeout_s=120) for line in lines)
 
 
 def _job(_rank: int) -> str:
@@ -338,7 +338,7 @@ def _job(_rank: int) -> str:
 
 
 def test_a_job_refuses_a_sampler_without_end() -> None:
-    assert run_ranks(2, _job, threads=1, timeout_s=60) == ["refused"] * 2
+    assert run_ranks(2, _job, threads=1, timeout_s=120) == ["refused"] * 2
 
 
 def test_lists_and_arrays_of_a_batch_are_cut_too() -> None:

@@ -66,7 +66,7 @@ def _frozen(_rank: int, program: Program) -> tuple[bool, list[bool], str]:
 
 
 def test_a_deep_copy_has_the_modes_and_what_is_frozen() -> None:
-    for training, learns, refused in run_ranks(2, _frozen, _program(epochs), threads=1, timeout_s=30):
+    for training, learns, refused in run_ranks(2, _frozen, _program(epochs), threads=1, timeout_s=120):
         assert not training
         assert learns == [False, True, True, True]
         assert "cannot be pickled" in refused
@@ -81,7 +81,7 @@ def _by_function(_rank: int, program: Program) -> str:
 
 
 def test_parts_do_not_run_with_whole_parameters() -> None:
-    for line in run_ranks(2, _by_function, _program(epochs), threads=1, timeout_s=30):
+    for line in run_ranks(2, _by_function, _program(epochs), threads=1, timeout_s=120):
         assert "functional_call hands the model whole parameters" in line
 
 
@@ -220,6 +220,6 @@ def _rowwise(net: Any, opt: Any, batches: Any) -> State:
 
 def test_two_views_in_one_matrix_are_compared_with_the_whole_batch() -> None:
     cases = [(p := _program(loop), p.plan("ddp")) for loop in (_two_views, _rowwise)]
-    other, same = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    other, same = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("not a mean over samples" in line for line in other), other
     assert not any("not a mean" in line or "not checked" in line for line in same), same

@@ -95,7 +95,7 @@ def _clipped(net: Any, opt: Any, batches: Any) -> State:
 @pytest.mark.parametrize("plan", ["zero1", "ddp"])
 def test_gradients_that_a_loop_writes_late_are_compared(plan: str) -> None:
     cases = [((p := _program(loop, 33)), p.plan(plan)) for loop in (_assigned_late, _clipped)]
-    late, alike = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    late, alike = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("gradients that the loop wrote differ between ranks" in line for line in late)
     assert not any("gradients that the loop wrote" in line for line in alike)
 
@@ -192,7 +192,7 @@ def _trained_on_gaps(_rank: int, ranks: int) -> State:
 
 def test_a_collate_fn_may_leave_samples_out() -> None:
     alone = _trained_on_gaps(0, 1)
-    for state in run_ranks(2, _trained_on_gaps, 2, threads=1, timeout_s=60):
+    for state in run_ranks(2, _trained_on_gaps, 2, threads=1, timeout_s=120):
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
 

@@ -81,9 +81,9 @@ def _one_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], dict[st
 
 @pytest.mark.parametrize("degrees", [split_where_possible, lambda _i, _w: (1, 1)], ids=["tensor", "whole"])
 def test_every_layer_runs_twice_and_statistics_move_once(degrees: Degrees) -> None:
-    twice = run_ranks(2, _one_step, plan_of("blocks", [2], degrees=degrees), "blocks", threads=1, timeout_s=30)
+    twice = run_ranks(2, _one_step, plan_of("blocks", [2], degrees=degrees), "blocks", threads=1, timeout_s=120)
     plan = plan_of("blocks", [2], degrees=degrees, checkpoint=lambda _i: False)
-    once = run_ranks(2, _one_step, plan, "blocks", threads=1, timeout_s=30)
+    once = run_ranks(2, _one_step, plan, "blocks", threads=1, timeout_s=120)
     for (calls2, buffers2, gradients2), (calls1, buffers1, gradients1) in zip(twice, once, strict=True):
         assert calls1["conv"] == calls1["blocks.1.norm3"] == 2
         for path, count in calls1.items():

@@ -224,9 +224,9 @@ def _torchrun(_rank: int, out: Path, count: str) -> str:
 def test_what_torchrun_starts_again_goes_on_under_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fails(monkeypatch, {8}, error=OUT_OF_MEMORY)
     with pytest.raises(WorkersFailedError, match="rank 1 ran out of memory in step 8"):
-        run_ranks(2, _raising, tmp_path, threads=1, timeout_s=30)
+        run_ranks(2, _raising, tmp_path, threads=1, timeout_s=120)
     assert codec.load(Shortage, tmp_path / exhausted.NOTE).step == 8
-    assert run_ranks(2, _torchrun, tmp_path, "1", threads=1, timeout_s=30) == ["0", "0"]
+    assert run_ranks(2, _torchrun, tmp_path, "1", threads=1, timeout_s=120) == ["0", "0"]
     result = json.loads((tmp_path / "result.json").read_text())
     assert [s["new"] for s in result["shortages"]] == [result["plan_fingerprint"]] == [fingerprint(SAME)]
     assert not (tmp_path / exhausted.NOTE).exists()

@@ -138,7 +138,7 @@ def test_plans_train_as_one_device_does(widths: list[int], options: dict[str, An
     if options or len(widths) > 1:
         found = of_copies(plan, model)
     else:
-        found = verify(plan, reader, offered(), timeout_s=60)
+        found = verify(plan, reader, offered(), timeout_s=120)
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
     assert found.max_rel_error < 1e-9
 

@@ -83,7 +83,7 @@ def test_sharded_parameters_are_updated_like_whole_ones(name: Any) -> None:
         return _trained(name, True)
 
     weights, state, seen = _trained(name, False)
-    for found in run_ranks(2, body, threads=1, timeout_s=60):
+    for found in run_ranks(2, body, threads=1, timeout_s=120):
         for mine, theirs in ((weights, found[0]), (seen, found[2]), *((state[k], found[1][k]) for k in state)):
             for a, b in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -118,7 +118,7 @@ def _with_closures(_rank: int) -> tuple[list[float], list[int], bool]:
 
 
 def test_a_closure_sees_the_parameters_themselves_and_may_fail() -> None:
-    for losses, counts, sharded in run_ranks(2, _with_closures, threads=1, timeout_s=60):
+    for losses, counts, sharded in run_ranks(2, _with_closures, threads=1, timeout_s=120):
         assert losses == sorted(losses, reverse=True)
         assert len(set(losses)) == 4
         assert counts == [6, 6]

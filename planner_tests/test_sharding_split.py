@@ -88,7 +88,7 @@ def worth_on(rank: int) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
 
 
 def test_values_and_gradients_are_those_of_the_whole() -> None:
-    ranks = run_ranks(2, worth_on, threads=1, timeout_s=60)
+    ranks = run_ranks(2, worth_on, threads=1, timeout_s=120)
     for what, shard in SHARDS.items():
         for name, worth in WORTH.items():
             p = nn.Parameter(whole(what))
@@ -136,7 +136,7 @@ def changed_on(rank: int) -> dict[tuple[str, str], Tensor]:
 
 
 def test_changes_in_place_are_those_of_the_whole() -> None:
-    ranks = run_ranks(2, changed_on, threads=1, timeout_s=60)
+    ranks = run_ranks(2, changed_on, threads=1, timeout_s=120)
     for what, shard in SHARDS.items():
         for name, change in IN_PLACE.items():
             p, q = nn.Parameter(whole(what)), nn.Parameter(-whole(what))
@@ -213,7 +213,7 @@ def by_whole_on(rank: int) -> list[str]:
 
 
 def test_what_needs_the_whole_is_gathered_and_written_back() -> None:
-    assert run_ranks(2, by_whole_on, threads=1, timeout_s=60) == [[], []]
+    assert run_ranks(2, by_whole_on, threads=1, timeout_s=120) == [[], []]
 
 
 REFUSED: dict[str, Callable[[Any], object]] = {
@@ -249,7 +249,7 @@ def written_on(rank: int) -> float:
 
 
 def test_parts_are_written_into_whole_tensors() -> None:
-    assert max(run_ranks(2, written_on, threads=1, timeout_s=60)) < 1e-14
+    assert max(run_ranks(2, written_on, threads=1, timeout_s=120)) < 1e-14
 
 
 def refused_on(rank: int) -> dict[str, str]:
@@ -264,7 +264,7 @@ def refused_on(rank: int) -> dict[str, str]:
 
 
 def test_what_needs_the_whole_is_refused_by_name() -> None:
-    for found in run_ranks(2, refused_on, threads=1, timeout_s=60):
+    for found in run_ranks(2, refused_on, threads=1, timeout_s=120):
         for words, said in found.items():
             assert words.removeprefix("linalg_") in said, (words, said)
             assert "\n" not in said

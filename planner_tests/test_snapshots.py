@@ -87,7 +87,7 @@ def test_they_come_as_seldom_as_their_cost_wants_it(two) -> None:
 def test_ranks_that_are_started_again_go_on_from_what_the_others_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = training.plan(ranks=2)
+    plan = training.plan(ranks=2, step_s=1e6)  # so that no disk is too slow for a snapshot of every step
 
     def run(out: Path) -> list[dict[str, object]]:
         train(

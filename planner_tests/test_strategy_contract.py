@@ -135,7 +135,7 @@ def test_what_is_declared_is_what_runs(name: str, width: int, choose: Any) -> No
     said: Counter[str] = Counter()
     for c in declared(plan, graph_of(name)):
         said[c.op] += round(c.bytes)
-    ran = run_ranks(width, _third_step, plan, name, threads=1, timeout_s=60)
+    ran = run_ranks(width, _third_step, plan, name, threads=1, timeout_s=120)
     for rank, seen in enumerate(ran):
         for op in {*said, *seen}:
             assert seen.get(op, 0) == said[op], f"rank {rank} {op}"
@@ -151,7 +151,7 @@ def test_sharded_traffic_is_what_runs(width: int) -> None:
     said: Counter[str] = Counter()
     for c in declared(plan, graph_of("plain")):
         said[c.op] += round(c.bytes)
-    assert run_ranks(width, _third_step, plan, "plain", threads=1, timeout_s=60) == [dict(said)] * width
+    assert run_ranks(width, _third_step, plan, "plain", threads=1, timeout_s=120) == [dict(said)] * width
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -188,7 +188,7 @@ def test_what_is_cut_by_tokens_moves_what_is_declared() -> None:
     for c in declared(plan, graph_of(name)):
         if c.phase != "update":  # no optimizer here
             said[c.op] += round(c.bytes)
-    assert run_ranks(2, _third_step, plan, name, threads=1, timeout_s=60) == [dict(said)] * 2
+    assert run_ranks(2, _third_step, plan, name, threads=1, timeout_s=120) == [dict(said)] * 2
 
 
 def test_a_changed_declaration_of_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

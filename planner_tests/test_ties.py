@@ -107,7 +107,7 @@ def test_between_them_everything_may_be_split() -> None:
     mixed = hand(lambda _i, name: (2, 1) if name in names else (1, 2))
     assert any(c.tensor.degree == 2 for c in mixed.components)
     for made in (mixed, hand(lambda _i, _n: (2, 1))):
-        found = verify(made, tied, offered(), timeout_s=60)
+        found = verify(made, tied, offered(), timeout_s=120)
         assert found.equivalent
         assert found.max_rel_error < 1e-9
 
@@ -117,13 +117,13 @@ def test_what_the_executor_refuses() -> None:
     sharing = [i for i, c in enumerate(traced(tied()).components) if c.ties]
     apart = staged(alike, [1, 1], cuts=[sharing[1]])
     with pytest.raises(UsageError, match="share a parameter"):
-        verify(apart, tied, offered(), timeout_s=60)
+        verify(apart, tied, offered(), timeout_s=120)
     sharded = list(alike.components)
     sharded[sharing[0]] = replace(
         sharded[sharing[0]], data=replace(sharded[sharing[0]].data, strategy="zero3")
     )  # fmt: skip
     with pytest.raises(UsageError, match="share a parameter"):
-        verify(replace(alike, components=tuple(sharded)), tied, offered(), timeout_s=60)
+        verify(replace(alike, components=tuple(sharded)), tied, offered(), timeout_s=120)
 
 
 @pytest.mark.parametrize("build", [tied, Early])

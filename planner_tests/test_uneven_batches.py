@@ -109,7 +109,7 @@ def _statistics(rank: int, plan: Plan) -> tuple[list[float], list[tuple[int, int
 def test_running_statistics_count_samples_and_not_ranks() -> None:
     base = hand_plan(Seen(), 2, uniform(2, 1), input_shape=(4,), num_classes=3, global_batch=8)
     made = replace(base, stages=(Stage(ranks=(0, 1), weights=(3, 1)),))
-    found = run_ranks(2, _statistics, made, backend="gloo", threads=1, timeout_s=60)
+    found = run_ranks(2, _statistics, made, backend="gloo", threads=1, timeout_s=120)
     assert found[0][0] == found[1][0] == pytest.approx(torch.arange(32.0).view(8, 4).mean(0).tolist())
     assert [f[1] for f in found] == [[(0, 6)], [(6, 8)]]
     assert found[0][2] == [False, True, True, True]
@@ -128,7 +128,7 @@ def test_a_job_under_weights_trains_as_one_device_does() -> None:
     base = in_float64(plan_of(uniform(2, 1), "zero1"))
     made = replace(base, num_microbatches=2, stages=(Stage(ranks=(0, 1), weights=(3, 1)),))
     weights = reference()
-    for ((state, _, _, validation, _),) in run_ranks(2, run, [made], threads=1, timeout_s=60):
+    for ((state, _, _, validation, _),) in run_ranks(2, run, [made], threads=1, timeout_s=120):
         assert user.distance(state, weights) < 1e-11
         assert validation > 0
 

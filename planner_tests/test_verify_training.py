@@ -65,7 +65,7 @@ SHARDED = {"data_strategy": lambda _i: "zero3"}
 
 
 def _verified(options: dict[str, Any], **more: Any) -> Equivalence:
-    return verify(_plan(**options), small, offered(), timeout_s=60, **more)
+    return verify(_plan(**options), small, offered(), timeout_s=120, **more)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ ON_ONE_DEVICE_TOO = (
 def _one_device() -> OneDevice:
     plan = _plan(**DDP)
     samples = default_samples(plan)
-    return run_ranks(1, one_device, plan, small, offered(), "cpu", samples, threads=1, timeout_s=60)[0]
+    return run_ranks(1, one_device, plan, small, offered(), "cpu", samples, threads=1, timeout_s=120)[0]
 
 
 @pytest.mark.parametrize("name", SABOTAGES)

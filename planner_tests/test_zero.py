@@ -124,7 +124,7 @@ def test_what_is_declared_is_what_runs(
         weights, state = weights + component.parameter_bytes, state + held.optimizer
         for c in page.traffic(share, width, 1):
             said[c.op] += round(c.bytes) * (microbatches if c.phase in ("forward", "backward") else 1)
-    ran = run_ranks(width, _third_step, plan, "plain", threads=1, timeout_s=60)
+    ran = run_ranks(width, _third_step, plan, "plain", threads=1, timeout_s=120)
     for seen, _, _ in ran:
         assert seen == dict(said)
     largest = max(bytes_of for _, bytes_of, _ in ran)
@@ -149,7 +149,7 @@ def test_stages_move_what_their_components_declare(
     """However many microbatches are in flight, gradients are reduced once, and nothing is gathered for nothing."""
     monkeypatch.setitem(OPS, "broadcast_", "broadcast")
     plan = plan_of("plain", [2, 2], strategy, microbatches=4, schedule=schedule)
-    ran = run_ranks(4, _third_step, plan, "plain", threads=1, timeout_s=60)
+    ran = run_ranks(4, _third_step, plan, "plain", threads=1, timeout_s=120)
     for stage in (0, 1):
         said = Counter[str]()
         for component, a in zip(graph_of("plain").components, plan.components, strict=True):
@@ -181,7 +181,7 @@ def test_recomputing_repeats_the_collectives_of_forward_and_no_others() -> None:
     """What a split component moves inside its forward moves twice; boundaries and backward are as without."""
     plain = plan_of("blocks", [2], "replicate", degrees=lambda _i, w: (1, w), microbatches=1)
     twice = replace(plain, components=tuple(replace(c, checkpoint=True) for c in plain.components))
-    before, after = (run_ranks(2, _tensor_traffic, p, "blocks", threads=1, timeout_s=60)[0] for p in (plain, twice))
+    before, after = (run_ranks(2, _tensor_traffic, p, "blocks", threads=1, timeout_s=120)[0] for p in (plain, twice))
     inside: Counter[str] = Counter()
     for component, a in zip(graph_of("blocks").components, plain.components, strict=True):
         if a.tensor.degree > 1:

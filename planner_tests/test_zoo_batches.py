@@ -46,7 +46,7 @@ def test_without_training_it_only_normalises() -> None:
     assert y.dtype == torch.int64
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(indices=st.lists(st.integers(0, 39), min_size=1, max_size=20), ranks=st.integers(1, 6))
 def test_a_sample_does_not_depend_on_the_split_over_ranks(indices: list[int], ranks: int) -> None:
     batch = torch.tensor(indices)

@@ -14,7 +14,7 @@ from asa.zoo.data import GlobalOrder, draws
 sizes = st.integers(1, 300)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(samples=sizes, batch=sizes, seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(0, 10**6))
 def test_an_epoch_is_each_sample_once(samples: int, batch: int, seed: int, epoch: int) -> None:
     order = GlobalOrder(samples, batch, seed)
@@ -24,7 +24,7 @@ def test_an_epoch_is_each_sample_once(samples: int, batch: int, seed: int, epoch
     assert sorted(torch.cat(batches).tolist()) == list(range(samples))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(samples=sizes, batch=sizes, ranks=st.integers(1, 9))
 def test_ranks_share_a_step_without_loss_or_repetition(samples: int, batch: int, ranks: int) -> None:
     whole = GlobalOrder(samples, batch, seed=5)
@@ -36,7 +36,7 @@ def test_ranks_share_a_step_without_loss_or_repetition(samples: int, batch: int,
         assert torch.equal(torch.cat(parts), whole.batch(0, step))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(samples=sizes, before=sizes, after=sizes, epoch=st.integers(0, 5), data=st.data())
 def test_a_resumed_job_sees_every_sample_once_whatever_the_batch(
     samples: int, before: int, after: int, epoch: int, data: st.DataObject
@@ -103,7 +103,7 @@ def test_draws_are_splitmix64() -> None:
     assert [w % 2**64 for w in found] == reference
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(low=st.integers(-50, 50), width=st.integers(1, 100), field=st.integers(0, 3))
 def test_integers_cover_their_range_evenly(low: int, width: int, field: int) -> None:
     random = draws.words(draws.key(width, field), torch.arange(200 * width))

@@ -56,7 +56,6 @@ def test_a_folder_of_images_by_class(tmp_path):
     grey = opened("folder:here", shape=(1, 8, 8))
     assert grey.images.shape[1:] == (1, 8, 8)
     (tmp_path / "here" / "red" / "0.png").write_text("no image")
-    own._both.cache_clear()
     with pytest.raises(InvalidInputError, match=r"red/0.png is not a readable image"):
         opened("folder:here")
 
@@ -208,7 +207,6 @@ def test_annotations_that_cannot_be_used(segmentation, changes, words):
     with pytest.raises(InvalidInputError, match=words):
         opened("coco:here")
     Path("here/annotations/instances_train2017.json").unlink()
-    own._both.cache_clear()
     with pytest.raises(InvalidInputError, match="one file of annotations to train on is needed, found: none"):
         opened("coco:here")
 
@@ -268,7 +266,6 @@ def test_a_data_set_of_the_hub(monkeypatch):
     assert len(opened("hf:there")) == 5, "a folder needs no hub"
     fake.load_dataset = lambda name: 1 / 0  # type: ignore[attr-defined]  which refuses what save_to_disk wrote
     for file, saved in (("state.json", Part(5)), ("dataset_dict.json", {"train": Part(4), "test": Part(2)})):
-        own._both.cache_clear()
         Path(file[:5]).mkdir()
         (Path(file[:5]) / file).touch()
         fake.load_from_disk = lambda name, saved=saved: saved  # type: ignore[attr-defined]
@@ -323,10 +320,8 @@ def test_what_a_table_has_and_what_a_model_takes_must_agree(kind):
 
     numbers = {name: [float(i) for i in range(20)] for name in "abcd"}
     for columns in ({"text": TEXTS}, {"text": TEXTS} | numbers, {"a": numbers["a"], "review": TEXTS}):
-        own._both.cache_clear()
         with pytest.raises(UsageError, match=r"column '(text|review)' is text, the model takes 4 numbers; .*--input"):
             opened(written("t", columns), shape=(1, 1, 4))
-    own._both.cache_clear()
     found = opened(written("t", {"text": TEXTS} | numbers), shape=(1, 16, 64))
     assert "not read: a, b, c, d" in found.source
     named = written("n", {"a": numbers["a"], "content": numbers["b"], "image": numbers["c"], "text": numbers["d"]})
@@ -535,7 +530,6 @@ def test_columns_are_found_by_their_names_and_row_numbers_are_no_inputs():
     found = opened("csv:t.csv", shape=(1, 1, 2))
     assert "2 columns (a, b) of csv:t.csv, classes in 'Label' (cat, dog); not read: a column without" in found.source
     Path("t.csv").write_text("Review,Sentiment\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(TEXTS)))
-    own._both.cache_clear()
     assert opened("csv:t.csv", shape=(1, 4, 8)).images.shape[1:] == (1, 4, 8)
 
 
@@ -554,7 +548,6 @@ def test_what_is_cut_off_a_text_is_named():
         "10 of 20 texts are longer than 4 words, of which the last are read"
         in opened("csv:t.csv", shape=(1, 4, 8)).source
     )
-    own._both.cache_clear()
     assert (
         "10 of 20 texts are longer than 6 bytes, of which the first are read" in opened("csv:t.csv", shape=(6,)).source
     )
@@ -571,9 +564,7 @@ def test_what_is_done_to_images_and_what_is_not_read_is_named(tmp_path):
     (tmp_path / "here" / "red" / "notes.txt").write_text("no image")
     source = opened("folder:here").source
     assert "(blue, red), resized from 5 sizes (8x8 to 8x12) to 8x8; not read: red/notes.txt" in source
-    own._both.cache_clear()
     assert "colours weighted to grey" in opened("folder:here", shape=(1, 8, 8)).source
-    own._both.cache_clear()
     with pytest.raises(UsageError, match="has 3 channels, the model takes 4; profile it with --input 3x8x8"):
         opened("folder:here", shape=(4, 8, 8))
 
@@ -606,7 +597,6 @@ def test_images_of_16_bits_are_scaled_and_others_refused(tmp_path):
     assert "grey repeated over 3 channels" in found.source
     Image.fromarray(torch.rand(8, 8).numpy()).save("here/a/0.tiff")
     (tmp_path / "here" / "a" / "0.png").unlink()
-    own._both.cache_clear()
     with pytest.raises(InvalidInputError, match=r"0\.tiff is not a readable image: its pixels are floating numbers"):
         opened("folder:here")
 
@@ -623,7 +613,6 @@ def test_annotations_of_coco_are_chosen_checked_and_counted():
     assert "4 of 6 images without an object" in opened("coco:here").source
     document["images"][3] |= {"width": 10**6, "height": 10**6}
     path.write_text(json.dumps(document))
-    own._both.cache_clear()
     with pytest.raises(
         InvalidInputError, match=r"4\.png has 8x8 pixels, instances_train2017\.json says 1000000x1000000"
     ):
@@ -632,7 +621,6 @@ def test_annotations_of_coco_are_chosen_checked_and_counted():
         document["annotations"][0]["segmentation"] = [[0, 0, broken, 0, 3, 3]]
         document["images"][3] |= {"width": 8, "height": 8}
         path.write_text(json.dumps(document))
-        own._both.cache_clear()
         with pytest.raises(InvalidInputError, match="a coordinate is not a finite number"):
             opened("coco:here")
     path.write_text("[" * 100_000)
@@ -692,3 +680,24 @@ def test_a_compressed_table_is_called_compressed(tmp_path, pack):
     (tmp_path / "t.csv").write_bytes(pack(bytes(range(256)) * 4))
     with pytest.raises(InvalidInputError, match="is compressed; unpack it first"):
         opened("csv:t.csv", shape=(1, 1, 1))
+
+
+def test_data_that_have_changed_are_read_again(tmp_path, monkeypatch):
+    """As in a notebook, where one process reads them before and after."""
+
+    def table(rows: int) -> None:
+        Path("t.csv").write_text("a,label\n" + "".join(f"{i},{i % 2}\n" for i in range(rows)))
+
+    table(20)
+    before = opened("csv:t.csv", shape=(1, 1, 1))
+    assert opened("csv:t.csv", shape=(1, 1, 1)).images is before.images, "what has not changed is not"
+    table(40)
+    assert [len(opened("csv:t.csv", split, (1, 1, 1))) for split in ("train", "test")] == [32, 8]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    table(10)
+    assert len(opened("csv:t.csv", shape=(1, 1, 1))) == 8
+    pictures(tmp_path / "here", {"red": (250, 0, 0), "blue": (0, 0, 250)})
+    assert len(opened(f"folder:{tmp_path / 'here'}")) == 8
+    Image.new("RGB", (8, 8)).save(tmp_path / "here" / "red" / "more.png")
+    assert len(opened(f"folder:{tmp_path / 'here'}")) == 9

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asa.executor.training.settings import TrainSettings
 from asa.ir.plan import (
@@ -18,6 +22,9 @@ from asa.ir.plan import (
     TensorDegree,
 )
 from asa.ir.profile import Precision
+
+if TYPE_CHECKING:
+    import pytest
 
 COMPONENTS = {
     "cnn": ("features.0.conv", "features.1.conv", "features.2.conv", "classifier"),
@@ -109,6 +116,44 @@ def settings(out: Path, **changes: Any) -> TrainSettings:
         "lr": 0.05,
         "warmup": 0.5,
         "log_every": 2,
-        "timeout_s": 30.0,
+        "timeout_s": 120.0,
     }
     return TrainSettings(out=str(out), **(usual | changes))
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -> None:
+    """Let every step take so many seconds under its plan, on all ranks, whatever the machine does meanwhile."""
+    from asa.executor.training.clock import StepTimes
+    from asa.executor.training.epoch_timer import EpochTimer
+    from asa.executor.training.rank_times import Stolen
+
+    usual = EpochTimer.exchange
+
+    def exchange(timer: EpochTimer, *args: Any, **options: Any) -> Any:
+        def collect() -> list[StepTimes]:
+            taken, timer.clock._steps = len(timer.clock._steps), []
+            return [StepTimes(0.0, seconds(timer.plan))] * taken
+
+        timer.clock.collect = collect  # type: ignore[method-assign]
+        return usual(timer, *args, **options)
+
+    monkeypatch.setattr(EpochTimer, "exchange", exchange)
+    monkeypatch.setattr(Stolen, "share", lambda _: -1.0)  # as where the system does not tell
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let rank 0 ask the process that started it to stop all ranks, in ``step``, and go on when it has heard so itself.
+    However late a busy machine passes a request on, the run is not over by then."""
+    from asa.executor.training import worker
+
+    usual = worker.played
+
+    def asking(model: Any, samples: Any, now: int, *args: Any, **options: Any) -> Any:
+        if now == step and model.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+            heard: Any = signal.getsignal(signal.SIGTERM)
+            while not heard.__self__.requested:
+                time.sleep(0.01)
+        return usual(model, samples, now, *args, **options)
+
+    monkeypatch.setattr(worker, "played", asking)

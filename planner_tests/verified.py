@@ -43,7 +43,7 @@ def of_copies(
     differ from itself is not asked, and neither is the loop that trains."""
     with patch.object(equivalence, "STEPS", steps), patch.object(equivalence, "reasons", lambda *_: ()):
         return verify(
-            plan, lambda: copy.deepcopy(model), offered(), samples=samples, timeout_s=60, reference=reference,
+            plan, lambda: copy.deepcopy(model), offered(), samples=samples, timeout_s=120, reference=reference,
             trained=False,
         )  # fmt: skip
 
@@ -59,4 +59,4 @@ def _one_device(plan: Plan, name: str, even: bool, samples: int, steps: int) -> 
     """On one device in so many steps."""
     assert steps == equivalence.STEPS
     build = partial(copy_of, name, even=even)
-    return run_ranks(1, one_device, plan, build, offered(), "cpu", samples, threads=1, timeout_s=60)[0]
+    return run_ranks(1, one_device, plan, build, offered(), "cpu", samples, threads=1, timeout_s=120)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +52,11 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
     A component with more shapes than torch keeps (8) runs uncompiled for further ones. ``eager``: modules that are not
     compiled, since they compute another function in every step and would be compiled each time.
     """
-    global _graphs
     if compiled == "none":
         return
-    _graphs |= compiled == "graphs"
     components = list(components)
+    if compiled == "graphs":
+        _in_graphs.update(components)
     _keep(len(components))
     _leave_out(components, eager)
     for component in components:
@@ -76,20 +77,21 @@ def _leave_out(components: Iterable[nn.Module], eager: type[nn.Module] | None) -
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 
-_graphs = False
-"""Whether this process runs components as CUDA graphs."""
+_in_graphs: WeakSet[nn.Module] = WeakSet()
+"""Components of this process that run as CUDA graphs."""
 
 
 def begin_step() -> bool:
-    """Tell torch that a step begins, forward alone or with its backward, if this process uses CUDA graphs; whether it
-    does. Outputs of the last step may be overwritten from now on.
+    """Tell torch that a step begins, forward alone or with its backward, if this process has components that run as CUDA
+    graphs; whether it has. Outputs of the last step may be overwritten from now on.
 
     Torch would otherwise take each component that runs without gradients for a step of its own, and refuse the output
     of the one before.
     """
-    if _graphs:
+    graphs = len(_in_graphs) > 0
+    if graphs:
         torch.compiler.cudagraph_mark_step_begin()
-    return _graphs
+    return graphs
 
 
 def _keep(components: int) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,13 @@ from asa.launch.devices import cuda_devices, default_threads
 _log = logging.getLogger("asa")
 
 _PROBE_S = 5.0
+"""Seconds that a child may sleep before it counts as hanging."""
+_MOST_WORK_S = 5.0
+"""Seconds that it may compute before it does."""
+_LONGEST_LOOK_S = 0.1
+"""Longest time between two looks at it that counts in full: after more, this process itself was stopped."""
+_PATIENCE_S = 60.0
+"""Seconds after which it hangs for certain, whatever the system says of it."""
 _hung = False
 
 
@@ -76,7 +84,8 @@ def _fork_computes(threads: int) -> bool:
 
 
 def _child(compute: Callable[[], object]) -> int | None:
-    """Exit status of a forked child that calls ``compute``; None if it hangs."""
+    """Exit status of a forked child that calls ``compute``; None if it hangs: it sleeps, or computes, for far too long.
+    Time in which it waits for a core does not count, because a busy machine would be taken for a hanging child."""
     with fork_beside_threads():
         pid = os.fork()
     if pid == 0:
@@ -86,12 +95,29 @@ def _child(compute: Callable[[], object]) -> int | None:
             code = 0
         finally:
             os._exit(code)
-    until = time.monotonic() + _PROBE_S
-    while time.monotonic() < until:
+    asleep_s, began = 0.0, time.monotonic()
+    looked = began
+    while asleep_s < _PROBE_S and looked < began + _PATIENCE_S:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status
         time.sleep(0.002)
+        rests, worked_s = _use_of_cores(pid)
+        if worked_s > _MOST_WORK_S:
+            break
+        before, looked = looked, time.monotonic()
+        asleep_s += min(looked - before, _LONGEST_LOOK_S) if rests else 0.0
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
+
+
+def _use_of_cores(pid: int) -> tuple[bool, float]:
+    """Whether no thread of process ``pid`` computes or waits for a core or a disk, and the seconds that all of them
+    have computed. Where the system does not tell, it rests."""
+    try:
+        threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return True, 0.0
+    ticks = sum(int(thread[11]) + int(thread[12]) for thread in threads)
+    return not any(thread[0] in "RD" for thread in threads), ticks / os.sysconf("SC_CLK_TCK")

@@ -20,7 +20,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.launch import faults
 from asa.launch.devices import cuda_devices
 from asa.launch.heap import keep_freed_memory
-from asa.launch.worker import come_late, form_group
+from asa.launch.worker import come_late, form_group, leave_group
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """If set to 1, torchrun creates a store for the ranks instead of sharing that of an agent."""
@@ -98,7 +98,7 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
         raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason}") from error
     yield place
     if not late:
-        dist.destroy_process_group()
+        leave_group()
 
 
 def _remedy(environment: Mapping[str, str]) -> str:

@@ -309,3 +309,10 @@ def form_group(backend: str, store: Store, rank: int, num_ranks: int, local_rank
         )
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+def leave_group() -> None:
+    """Leave the default process group, and forget the store in which its ranks met."""
+    global _store
+    _store = None
+    dist.destroy_process_group()

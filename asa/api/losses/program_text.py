@@ -20,8 +20,15 @@ _SHAPING = frozenset((
 """Names of functions and methods whose arguments are shapes and numbers of rows."""
 
 
+def _now(file: str) -> object:
+    """What becomes another value when ``file`` changes, as a program may that a notebook runs again."""
+    linecache.checkcache(file)
+    linecache.getlines(file)
+    return linecache.cache.get(file, ())[:2]
+
+
 @cache
-def _tree(file: str) -> ast.AST:
+def _tree(file: str, _version: object) -> ast.AST:
     """The program in ``file``, in which each node knows the one above it; empty if it cannot be read."""
     tree = ast.Module([], [])
     with suppress(SyntaxError, ValueError):
@@ -33,10 +40,10 @@ def _tree(file: str) -> ast.AST:
 
 
 @cache
-def _loop_tests(file: str) -> frozenset[int]:
+def _loop_tests(file: str, version: object) -> frozenset[int]:
     """The lines that say whether a loop goes on: tests of ``while``, and of an ``if`` behind which it is left."""
     lines: set[int] = set()
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(_tree(file, version)):
         if isinstance(node, ast.While | ast.For):
             ifs = (n for n in ast.walk(node) if isinstance(n, ast.If))
             tests = [n.test for n in ifs if any(isinstance(s, ast.Break | ast.Return) for s in n.body)]
@@ -47,14 +54,14 @@ def _loop_tests(file: str) -> frozenset[int]:
 
 def ends_a_loop(file: str, line: int) -> bool:
     """Whether ``line`` of a program decides by a test whether a loop goes on."""
-    return line in _loop_tests(file)
+    return line in _loop_tests(file, _now(file))
 
 
 @cache
 def _at(code: CodeType, instruction: int) -> ast.AST | None:
     """The expression that an instruction of a program computes; None if it is not found."""
     place: Any = next(islice(code.co_positions(), instruction // 2, None), None)
-    for node in ast.walk(_tree(code.co_filename)):
+    for node in ast.walk(_tree(code.co_filename, _now(code.co_filename))):
         if isinstance(node, ast.expr) and place == (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset):
             return node
     return None

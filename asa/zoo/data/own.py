@@ -1,5 +1,5 @@
-"""The user's own data as an :class:`ImageSet`. It is read completely, once; a fixed fifth is for testing, unless a test
-part is given.
+"""The user's own data as an :class:`ImageSet`. It is read completely, and again only where its files have changed; a fixed
+fifth is for testing, unless a test part is given.
 
 Images stay bytes and are converted to the model's shape. Everything else is numbers: columns of a table are scaled to
 mean 0 and standard deviation 1 of the training part; floating samples of a dataset are used unchanged.
@@ -7,7 +7,9 @@ mean 0 and standard deviation 1 of the training part; floating samples of a data
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -53,7 +55,7 @@ def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
         InvalidInputError: files, or a function of the user's own, cannot be used.
         UnavailableError: the package that reads them is not installed.
     """
-    train, test, classes, description = _both(spec, shape)
+    train, test, classes, description = _both(spec, shape, _state(spec))
     inputs, labels = train if split == "train" else test
     source = f"{description}, {split}: {len(labels)} samples of {classes} classes."
     if inputs.dim() == 2:
@@ -68,8 +70,26 @@ def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
     )  # fmt: skip
 
 
+_FOLDERS, _FILES = ("folder", "parquet", "coco", "hf"), ("csv", "arrow")
+"""Origins of data whose rest is the path of a folder (or of a file), and of a file."""
+
+
+def _state(spec: str) -> tuple[object, ...]:
+    """What becomes another value if the files that ``spec`` names change, or are others because the working directory
+    is. What a function of the user's own, or the hub, would give now is unknown."""
+    origin, _, rest = spec.partition(":")
+    paths, found = [rest] if origin in (*_FOLDERS, *_FILES) else [], list[tuple[str, int, int, int]]()
+    if origin in _FOLDERS:
+        paths += [os.path.join(at, name) for at, folders, files in os.walk(rest) for name in (*folders, *files)]
+    for path in paths:
+        with suppress(OSError, ValueError):  # there is no such file, and the reader says so
+            known = os.stat(path)
+            found.append((path, known.st_ino, known.st_size, known.st_mtime_ns))
+    return "" if os.path.isabs(rest) else os.getcwd(), *sorted(found)
+
+
 @lru_cache(maxsize=2)
-def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
+def _both(spec: str, shape: Shape | None, _files: tuple[object, ...]) -> tuple[Samples, Samples, int, str]:
     """Training and test samples in the model's shape, the number of classes, and a description."""
     from asa.zoo.data import coco, readers
 
