@@ -81,7 +81,7 @@ def test_a_call_for_all_ranks_on_one_of_them_ends_with_a_line(
     with pytest.raises(AsaError) as ended:
         run_ranks(2, _on_one_rank, name, tmp_path / "last.pt", _program().plan("ddp"), threads=1, timeout_s=60)
     said = str(ended.value) + capfd.readouterr().err
-    assert f"waits in {name}" in said
+    assert name in said
     assert "if rank == 0" in said
 
 
@@ -224,7 +224,8 @@ def _of_the_head(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def _numbered(state: dict[str, Any]) -> State:
-    return {f"{i}.{k}": v for i, entry in state["state"].items() for k, v in entry.items() if isinstance(v, Tensor)}
+    entries = ((f"{i}.{k}", v) for i, entry in state["state"].items() for k, v in entry.items())
+    return {name: value.clone() for name, value in entries if isinstance(value, Tensor)}
 
 
 def _joined_later(net: Any, opt: Any, batches: Any) -> State:

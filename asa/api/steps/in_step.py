@@ -169,9 +169,15 @@ class InStep:
             self._wait(work)
             work.wait()
         if len({float(each[0]) for each in by_rank}) > 1:
-            self.leave()
-            raise UsageError(f"rank {self.rank} is in {kind}, and another is not; {REMEDY}")
+            raise UsageError(self._apart(kind))
         return [each[1 : 1 + len(figures)].tolist() for each in by_rank]
+
+    def _apart(self, kind: str) -> str:
+        """A line on what every rank is in; this one is in ``kind``."""
+        self._store.set(f"asa/in/{self.rank}", kind)
+        kinds = [self._store.get(f"asa/in/{rank}").decode() for rank in range(self.ranks)]
+        self.leave()
+        return f"{', '.join(f'rank {rank} is in {each}' for rank, each in enumerate(kinds))}; {REMEDY}"
 
     def after_batch(
         self,
