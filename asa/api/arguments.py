@@ -45,6 +45,20 @@ def check_optimizer(optimizer: Any) -> None:
         _refuse("optimizer", optimizer, "an optimizer of the model's parameters, and the second argument")
 
 
+def check_loader(loader: Any) -> None:
+    """Check that ``loader`` yields batches.
+
+    Raises:
+        UsageError: it does not, or is a data set.
+    """
+    from torch.utils.data import Dataset
+
+    wanted = "what yields batches: a DataLoader, or a list of them, such as [(x, y)]"
+    iterates = hasattr(type(loader), "__iter__")
+    if not (iterates or hasattr(type(loader), "__getitem__")) or (isinstance(loader, Dataset) and not iterates):
+        _refuse("loader", loader, wanted)
+
+
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:
     shown = repr(value) if isinstance(value, str | int | float | bytes | None) else f"of type {type(value).__name__}"
     raise UsageError(f"{name} is {wanted}; it was {shown[:80]}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class ReplayedVotes(Votes):
 
 _votes: list[Votes] = []
 """Votes of the last context."""
+_meetings: list[tuple[Any, Callable[[str], None]]] = []
+"""The process group of the loop that was made last, and how its ranks meet."""
 
 
 def current_votes() -> Votes:
@@ -82,6 +85,23 @@ def current_votes() -> Votes:
     if not _votes or _votes[0].num_ranks != (dist.get_world_size() if dist.is_initialized() else 1):
         _votes[:] = [Votes()]
     return _votes[0]
+
+
+def meet_by(world: Any, meet: Callable[[str], None]) -> None:
+    """Have the ranks of the process group ``world`` :func:`meet_at` calls by ``meet``."""
+    _meetings[:] = [(world, meet)]
+
+
+def meet_at(what: str) -> None:
+    """Wait until all ranks have come to ``what``, a call that a program easily makes on one rank only (collective).
+
+    Raises:
+        UsageError, WorkersFailedError: another rank does something else, or does not arrive in time.
+    """
+    if _meetings and dist.is_initialized() and _meetings[0][0] is dist.group.WORLD:
+        _meetings[0][1](what)
+    else:
+        current_votes().meet(what, within_s=inf)
 
 
 def join_ranks(device: str, timeout_s: float) -> RankContext:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from asa.api.arguments import check_model, check_optimizer, read
+from asa.api.arguments import check_loader, check_model, check_optimizer, read
 from asa.api.calls import Call
 from asa.api.job.executor import UserData, UserExecutor
 from asa.api.job.log import begin, concluded, known
@@ -27,6 +27,7 @@ from asa.api.job.validation import Metric
 from asa.api.loop.parallelize import SEVERAL, cache_folder, find_call, find_written, kept_whole
 from asa.api.messages import say
 from asa.api.model.coupling import Scored, coupled, fewest_rows, warning_of
+from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
 from asa.api.model.notes import (
     check_exact,
@@ -165,6 +166,7 @@ class Job:
             raise UsageError(f"save_every: {error}") from None
         check_model(model)
         check_optimizer(optimizer)
+        check_loader(loader)
         wishes = read(
             strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
             time_limit_s=time_limit_s,
@@ -173,6 +175,7 @@ class Job:
         if not callable(loss_fn):
             raise UsageError(f"loss_fn is a function of outputs and labels; it was of type {type(loss_fn).__name__}")
         check_plain(model)
+        check_new(model)
         if without_torch_groups(model):
             batch_norm = "exact"
         schedules = Schedules(optimizer, scheduler, scheduler_every)

@@ -37,6 +37,7 @@ class DistributedLoader:
                 self._model.alike_in_shape(self._batches, share.batch)
                 self._model.__dict__["share"] = share
                 batch = moved(share.batch, device)
+                self._say_of_repeated(share)
                 if trial is None or not self._model.training:
                     if trial is not None and not self._warned_evaluation:
                         self._warned_evaluation = True
@@ -50,8 +51,6 @@ class DistributedLoader:
                 before = generators_now() if looks and not self._warned_drawing else None
                 backwards = self._model.backwards
                 self._model.yields(batch)
-                if len(share.rows) == share.total > 1 and self._model.rank_context.ranks > 1:
-                    self._say_computed_by_all(share)
                 yield trial.begin(batch, share)
                 trial.by_samples(share, learned=self._model.backwards > backwards)
                 looks = max(0, looks - 1)
@@ -67,11 +66,18 @@ class DistributedLoader:
         finally:
             self._model.__dict__.update(share=None, reader=None)
 
-    def _say_computed_by_all(self, share: Share) -> None:
-        """Say once that every rank computes a whole batch."""
-        if not self._warned_repeated:
+    def _say_of_repeated(self, share: Share) -> None:
+        """Say once that several ranks compute a sample."""
+        fewest, ranks, counter = self._model.least[0], self._model.rank_context.ranks, self._model.in_step
+        if ranks == 1 or self._warned_repeated:
+            return
+        if 0 < share.total < ranks and not self._model.training:
             self._warned_repeated = True
-            fewest, ranks, counter = self._model.least[0], self._model.rank_context.ranks, self._model.in_step
+            say(self._model.rank_context, f"a batch of {share.total} samples is fewer than {ranks} ranks, and some "
+                "compute a copy that does not count: numbers that a loop adds up count it, asa.reduce(x, 'sum') of "
+                "each batch does not")  # fmt: skip
+        elif len(share.rows) == share.total > 1:
+            self._warned_repeated = True
             why = f"a rank's share of it would be fewer than {fewest}, which the model or the loss needs"
             if counter is not None and counter.singly and share.total >= fewest * ranks:
                 why = "the loop calls the model for each sample, and ranks would have unlike numbers of them"
@@ -97,3 +103,9 @@ class DistributedLoader:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._batches.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            self._batches.set_attribute(name, value)

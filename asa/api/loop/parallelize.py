@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from asa.api.arguments import check_model, check_optimizer, read
+from asa.api.arguments import check_loader, check_model, check_optimizer, read
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.loop.closures import follow_closures
 from asa.api.loop.distributed_loader import DistributedLoader
 from asa.api.loop.process_counts import tell_of_process_counts
 from asa.api.messages import say
 from asa.api.model.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
-from asa.api.model.distributed_model import DistributedModel, local_part, local_rows
+from asa.api.model.distributed_model import DistributedModel, check_new, local_part, local_rows
 from asa.api.model.notes import check_written, differing, renormalised, trained_norms, written_by_samples
 from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over
 from asa.api.model.optimizers import elementwise as known_elementwise
@@ -124,12 +124,14 @@ def parallelize(
     """
     check_model(model)
     check_optimizer(optimizer)
+    check_loader(loader)
     wishes = read(
         strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
         time_limit_s=time_limit_s,
     )  # fmt: skip
     read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s)
     check_plain(model)
+    check_new(model)
     if without_torch_groups(model):
         batch_norm = "exact"
     context = join_ranks(device, timeout_s)

@@ -17,6 +17,8 @@ from torch import Tensor
 from asa.api.losses.comparison import gathered
 from asa.api.losses.tape import Watched
 from asa.api.losses.terms import LearningModel, current
+from asa.api.messages import say
+from asa.api.rank_context import meet_at
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
@@ -33,12 +35,12 @@ def _recorded_as(result: Tensor, source: Tensor, local_op: Callable[[Tensor], Te
     return recorded
 
 
-def _distributed_model(*, differentiated: bool) -> LearningModel | None:
-    """The model whose batch is being processed; None if there is one rank. ``differentiated``: whether the result
-    enters a loss, so that the program handles its loss itself.
+def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | None:
+    """The model whose batch is being processed, when all ranks have come to ``what`` (collective); None if there is one
+    rank. ``differentiated``: whether the result enters a loss, so that the program handles its loss itself.
 
     Raises:
-        UsageError: there are several ranks, and no model was called yet.
+        UsageError: there are several ranks, and no model was called yet, or another rank does something else.
     """
     model = current()
     if model is None:
@@ -49,6 +51,7 @@ def _distributed_model(*, differentiated: bool) -> LearningModel | None:
         return None
     if model.trial is not None and differentiated:
         model.trial.trusted = True
+    meet_at(what)
     return model
 
 
@@ -99,6 +102,20 @@ def _summed_over_ranks(votes: Votes, x: Tensor) -> Tensor:
     return wire.to(x.device)
 
 
+def _tell_if_repeated(model: LearningModel, name: str, x: Tensor, result: Tensor) -> None:
+    """Print once that ``result`` counts samples once for every rank: those of a loader of the program's own, of which
+    all ranks have computed the same ``x``."""
+    if not model.beside or model.__dict__.get("told_of_repeated") or not result.numel():
+        return
+    ranks = model.rank_context.ranks
+    again = torch.cat([x] * ranks) if name == "asa.gather" else x * ranks
+    if again.shape == result.shape and bool(result.any()) and torch.equal(again, result):
+        model.__dict__["told_of_repeated"] = True
+        say(model.rank_context, f"{name} puts together what is the same on all ranks: a loader that was not handed to "
+            "asa.parallelize is read whole by every rank, and a sample of it counts once for each; leave "
+            f"{name} out there")  # fmt: skip
+
+
 def gather(x: Tensor) -> Tensor:
     """Gather the rows ``x`` [n, ...] of all ranks to [N, ...] in the order of the global batch, on every rank
     (collective).
@@ -111,10 +128,12 @@ def gather(x: Tensor) -> Tensor:
     Raises:
         UsageError: no model was called yet.
     """
-    model = _distributed_model(differentiated=True)
+    model = _distributed_model("asa.gather", differentiated=True)
     if model is None:
         return x
-    return _recorded_as(_Rows.apply(_plain(x), model.rank_context.votes, model.weight_now()), x, _identity)
+    rows = _Rows.apply(_plain(x), model.rank_context.votes, model.weight_now())
+    _tell_if_repeated(model, "asa.gather", _plain(x).detach(), rows.detach())
+    return _recorded_as(rows, x, _identity)
 
 
 def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
@@ -128,18 +147,23 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
     """
     if op not in ("mean", "sum"):
         raise UsageError(f"no reduction {op!r}; one of mean, sum")
-    model = _distributed_model(differentiated=isinstance(x, Tensor) and x.requires_grad)
+    model = _distributed_model("asa.reduce", differentiated=isinstance(x, Tensor) and x.requires_grad)
     value = x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
     if model is None:
         return value
     weight = model.weight_now()
     share = weight / model.rank_context.ranks if op == "mean" else float(weight > 0)
     source, value = value, _plain(value)
+    if not (value.is_floating_point() or value.is_complex()):  # of one type on all ranks, whatever their shares are
+        value = value.to(torch.int64 if op == "sum" else torch.get_default_dtype())
     if op == "mean" and not value.dim() and model.terms is not None and model.terms.counting:
         model.terms.tell_of_means(model.rank_context)
     if share != 1:
         value = value * share if op == "mean" or value.is_floating_point() else value * int(share)
-    return _recorded_as(_Sum.apply(value, model.rank_context.votes, weight), source, _identity)
+    total = _Sum.apply(value, model.rank_context.votes, weight)
+    if op == "sum":
+        _tell_if_repeated(model, "asa.reduce", value.detach(), total.detach())
+    return _recorded_as(total, source, _identity)
 
 
 def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
@@ -153,7 +177,7 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
     Raises:
         UsageError: no model was called yet.
     """
-    model = _distributed_model(differentiated=True)
+    model = _distributed_model("asa.mean_over", differentiated=True)
     number = float(_plain(count) if isinstance(count, Tensor) else count)
     if model is None:
         return total / number

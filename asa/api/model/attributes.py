@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree as pytree
 
 from asa.api.steps.distributed_model_base import DistributedModelBase
@@ -21,6 +22,15 @@ from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
 from asa.tracing.whole import WholeModel
+
+_NUMBERS = int | float | complex | str | None
+"""Types of attributes of which a trace keeps the value."""
+_PARTS = "asa_parts"
+"""Attribute of a joined module: what it was joined from."""
+_HOOKING = (
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)  # fmt: skip
 
 
 def get_attribute(model: DistributedModelBase, name: str) -> Any:
@@ -54,6 +64,18 @@ def get_attribute(model: DistributedModelBase, name: str) -> Any:
     return value
 
 
+def entered(
+    state: dict[str, Any], destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """``state``, in ``destination`` and with ``prefix`` before its names, as ``state_dict`` of torch takes them."""
+    del keep_vars
+    if destination is None and not prefix:
+        return state
+    result = {} if destination is None else destination
+    result.update({prefix + name: value for name, value in state.items()})
+    return result
+
+
 def part_of(model: DistributedModelBase, value: Any) -> Any:
     """The ranks' version of ``value`` if it is a module of the model, whose calls are collective; otherwise
     ``value``."""
@@ -62,13 +84,42 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
     path = next((n for n, m in model.origin.named_modules() if m is value), "")
     if not path and value is not model.origin and isinstance(value, nn.Sequential | nn.ModuleList):  # a slice
         return _of_layers(value, [part_of(model, m) for m in value])
+    part = what_runs(model, path, value)
+    return value if part is None else called_by_all(model, path, part, value)
+
+
+def what_runs(model: DistributedModelBase, path: str, own: nn.Module) -> nn.Module | None:
+    """What runs on this rank in place of ``own``, the module ``path`` of the model; None if nothing does. Components
+    may have parts of a module that was traced through, which are joined."""
+    assert model.parallel is not None
+    found: list[nn.Module] = []
     for component in model.parallel.components:
         part: Any = component
         for name in path.split("."):
             part = None if part is None else part._modules.get(name)
-        if part is not None:
-            return called_by_all(model, path, part, value)
-    return value
+        found += [] if part is None else [part]
+    return _joined(found, own)
+
+
+def _joined(parts: list[nn.Module], own: Any) -> nn.Module | None:
+    """``parts`` of ``own``, a module that was traced through, as one module that has everything in its order. Layers
+    that left nothing in them are its own."""
+    if not parts or any(type(part) is not nn.Module for part in parts):
+        return parts[0] if parts else None
+    joined = nn.Module()
+    joined.__dict__[_PARTS] = parts
+    for kept in ("_parameters", "_buffers"):
+        found = {name: value for part in parts for name, value in getattr(part, kept).items()}
+        names = dict.fromkeys((*getattr(own, kept, ()), *found))
+        getattr(joined, kept).update({name: found[name] for name in names if name in found})
+    children = getattr(own, "_modules", {})
+    for name in dict.fromkeys((*children, *(n for part in parts for n in part._modules))):
+        below = [m for m in (part._modules.get(name) for part in parts) if m is not None]
+        inside = _joined(below, children.get(name))
+        joined._modules[name] = children.get(name) if inside is None else inside
+    inner = [m.training for m in joined.modules() if m is not joined]
+    joined.training = any(inner) or not inner
+    return joined
 
 
 def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
@@ -83,6 +134,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
     inside; its class and its attributes are those of ``own``, the module itself."""
     emptied = type(part) is nn.Module and isinstance(own, nn.Module)
     kind: Any = type(own) if emptied else type(part)
+    listed = isinstance(own if emptied else part, nn.Sequential | nn.ModuleList)
 
     def inside(name: str, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -97,38 +149,99 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
     def assign(view: Any, name: str, value: Any) -> None:
         if value is not None and value is view_of_whole(part._parameters.get(name)):
             return  # layer.weight -= x has changed it, and assigns what it is
-        if emptied and not isinstance(value, Tensor | nn.Module):
-            own.__setattr__(name, value)
-        else:
+        if not emptied:
             kind.__setattr__(view, name, value)
+        elif not isinstance(value, Tensor | nn.Module):
+            if name == "training" and value != model.training and any(map(_reads_its_mode, own.modules())):
+                warnings.warn(
+                    f"model.{path} has another mode than the model from here on, which its forward asks for "
+                    "(self.training), and what was traced of it does not see that: use layers in place of functions "
+                    "(nn.Dropout)",
+                    stacklevel=5,
+                )
+            own.__setattr__(name, value)
+        elif name in part._buffers:
+            for held in (part, *part.__dict__.get(_PARTS, ())):
+                if name in held._buffers:
+                    held._buffers[name] = value
+        else:
+            raise UsageError(f"model.{path}.{name} cannot be replaced behind asa.parallelize: do it before the call")
 
     def delete(view: Any, name: str) -> None:
-        if name in part._parameters:
+        if emptied or name in part._parameters:
             raise UsageError(
                 f"model.{path}.{name} cannot be removed or parametrized behind asa.parallelize: do it before the call"
             )
         kind.__delattr__(view, name)
 
-    def named(view: Any, members_of: Any, *args: Any, **options: Any) -> Any:
-        for name, value in kind._named_members(view, members_of, *args, **options):
-            yield name, view_of_whole(value)
+    def named(
+        view: Any, members_of: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:  # fmt: skip
+        modules = nn.Module.named_modules(view, None, prefix, remove_duplicate) if recurse else [(prefix, view)]
+        yielded: set[int] = set()
+        for below, module in modules:
+            for name, value in members_of(module):
+                if value is not None and (id(value) not in yielded or not remove_duplicate):
+                    yielded.add(id(value))
+                    yield f"{below}.{name}" if below else name, view_of_whole(value)
+
+    def named_modules(
+        _: Any, _memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:  # fmt: skip
+        for name, module in model.named_modules(remove_duplicate=remove_duplicate):
+            if name == path or name.startswith(f"{path}."):
+                yield (prefix + name.removeprefix(path)).removeprefix("."), module
+
+    def plain() -> nn.Module:
+        return copy.deepcopy(model).get_submodule(path)
+
+    def state(_: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        below = {n.removeprefix(f"{path}."): t for n, t in model.state_dict().items() if n.startswith(f"{path}.")}
+        return entered(below, *args, **options)
+
+    def load(_: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        del assign
+        names = [n.removeprefix(f"{path}.") for n in model.state_dict() if n.startswith(f"{path}.")]
+        missing, more = [n for n in names if n not in state_dict], [n for n in state_dict if n not in names]
+        if strict and (missing or more):
+            how = f"lacks {missing[0]}" if missing else f"has {more[0]}, which is none of its names"
+            raise UsageError(f"the state of model.{path} {how}; strict=False loads the others")
+        model.load_state_dict({f"{path}.{n}": state_dict[n] for n in names if n in state_dict}, strict=False)
+        return _IncompatibleKeys(missing, more)
+
+    def hooking(name: str) -> Any:
+        def register(_: Any, *args: Any, **options: Any) -> Any:
+            model.run_whole(f"model.{path} has a hook, and is traced through")
+            return getattr(model.origin.get_submodule(path), name)(*args, **options)
+
+        return register
 
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
         "__getattr__": attribute, "__setattr__": assign, "__delattr__": delete, "_named_members": named,
-        "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),  # a copy is a plain module
+        "__deepcopy__": lambda _, _memo: plain(),
+        "__reduce_ex__": lambda _, _protocol: (_itself, (plain(),)),
+        "state_dict": state, "load_state_dict": load,
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
     }  # fmt: skip
-    if isinstance(part, nn.Sequential | nn.ModuleList):
+    if emptied:
+        members |= {name: hooking(name) for name in _HOOKING} | {"named_modules": named_modules}
+        members["named_children"] = lambda _: ((n, inside(n, m)) for n, m in part._modules.items() if m is not None)
+    if listed:
         members["__iter__"] = lambda self: iter([inside(n, m) for n, m in self._modules.items()])
         members["__getitem__"] = lambda _, key: (
             [inside(n, m) for n, m in part._modules.items()][key]
             if type(key) is int
-            else _of_layers(part[key], [inside(n, m) for n, m in part._modules.items()][key])  # type: ignore[index]
+            else _of_layers(own if emptied else part, [inside(n, m) for n, m in part._modules.items()][key])
         )
     view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     object.__setattr__(view, "__dict__", part.__dict__)
     return view
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    """``module``: what is read from a file of it."""
+    return module
 
 
 def traced_through(model: DistributedModelBase) -> dict[str, tuple[nn.Module, bool]]:
@@ -141,16 +254,35 @@ def traced_through(model: DistributedModelBase) -> dict[str, tuple[nn.Module, bo
     running = {n: m for component in model.parallel.components for n, m in component.named_modules()}
     ids = set(map(id, running.values()))
     return {
-        path: (m, type(running.get(path)) in (nn.Module, type(None)))
+        path: (m, bool(path) and type(running.get(path)) in (nn.Module, type(None)))
         for path, m in model.origin.named_modules()
-        if path and id(m) not in ids
+        if id(m) not in ids
     }
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Numbers and texts among a module's attributes, but for its mode."""
-    kinds = int | float | complex | str | None
-    return {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, kinds)}
+    return {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _NUMBERS)}
+
+
+def _reads_its_mode(module: nn.Module) -> bool:
+    """Whether the ``forward`` of a class of the program's own asks for the module's mode."""
+    own = not type(module).__module__.startswith("torch.")
+    return own and "training" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+
+
+def watched_attributes(module: nn.Module) -> dict[str, Any]:
+    """:func:`plain_attributes`, and numbers and texts in dictionaries and records that ``forward`` names
+    (``self.config.rate``)."""
+    named = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    found = plain_attributes(module)
+    for key in (n for n in vars(module) if n in named and n[0] != "_"):
+        held = vars(module)[key]
+        record = not isinstance(held, dict | nn.Module | Tensor | type)
+        inner = (getattr(held, "__dict__", None) or {}) if record else held
+        if isinstance(inner, dict):
+            found |= {f"{key}.{n}": v for n, v in inner.items() if isinstance(v, _NUMBERS)}
+    return found
 
 
 @contextlib.contextmanager
@@ -231,4 +363,6 @@ def set_attribute(model: DistributedModelBase, name: str, value: Any) -> bool:
             stacklevel=4,
         )
     setattr(origin, name, value)
+    if "" in (traced := model.__dict__.get("traced", {})):  # it was told
+        traced[""] = (*traced[""][:2], watched_attributes(origin))
     return True

@@ -25,11 +25,11 @@ from asa.api.losses.outputs import Demands, entering, leaving
 from asa.api.losses.terms import Terms, follow_backwards, mark_output, record_call, whole_parameters
 from asa.api.losses.trial import Trial
 from asa.api.messages import say
-from asa.api.model.attributes import plain_attributes, traced_through
+from asa.api.model.attributes import traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
 from asa.api.model.notes import drawing
 from asa.api.model.optimizers import hand_over
-from asa.api.rank_context import RankContext
+from asa.api.rank_context import RankContext, meet_at
 from asa.api.steps.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.steps.in_step import FORWARD, OTHER_ROWS, UPDATE
 from asa.api.steps.registrations import REPLACED, watch_registrations
@@ -62,6 +62,19 @@ def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
     return list(range(*bounds(total, ranks, rank)))
 
 
+def check_new(model: nn.Module) -> None:
+    """Check that ``model`` has no model that was distributed before.
+
+    Raises:
+        UsageError: it has one.
+    """
+    if any(isinstance(m, DistributedModel) and m.parallel is not None for m in model.modules()):
+        raise UsageError(
+            "the model is one that asa.parallelize returned: call it once for each model, and evaluate over a loader "
+            "of your own, which every rank reads whole"
+        )
+
+
 def distributed_models() -> list[DistributedModel]:
     """All distributed models of this process that are in use."""
     return list(_models)
@@ -89,6 +102,7 @@ class DistributedModel(ModelInterface):
     """
 
     calls: int
+    """Number of calls in training, by which layers draw."""
     demands: Demands | None
     rebuild_whole: Callable[[DistributedModel, str], ParallelModel] | None
     """Function that rebuilds the model to run as a whole, given a reason; None if that is impossible."""
@@ -119,10 +133,11 @@ class DistributedModel(ModelInterface):
     ) -> None:
         super().__init__()
         self.__dict__.update(rank_context=context, names=names, rebuild_whole=rebuild_whole, parameter_ids=None)
-        self.__dict__.update(share=None, calls=0, mean_weight=1.0, mean_rows=0, watch=None, in_step=None, most=0)
+        self.__dict__.update(share=None, calls=0, _evaluations=0, mean_weight=1.0, mean_rows=0, watch=None)
+        self.__dict__["in_step"] = None
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
-        self.__dict__.update(reader=None, traced={}, calls_of_batch=[], awaiting=-1)
+        self.__dict__.update(reader=None, traced={}, calls_of_batch=[], awaiting=-1, most=0, beside=False)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -140,6 +155,7 @@ class DistributedModel(ModelInterface):
             return DistributedModel.forward(me, *args, **options)
 
         self.__dict__["forward"] = wraps(origin.forward)(forward)  # frameworks look at the names of what it takes
+        self.register_load_state_dict_post_hook(ModelInterface.loaded_around)
         _models.add(self)
 
     def adopt(self, parallel: ParallelModel | None) -> None:
@@ -212,8 +228,10 @@ class DistributedModel(ModelInterface):
         self._count(total, weight)
         samples = torch.arange(total)
         samples = first + (samples % self.share.total if self._whole and self.share is not None else samples)
+        if not self.learns and total == len(x) * self.rank_context.ranks:  # a loader that every rank reads whole
+            samples = samples % max(1, len(x))
         with self._together(), self._few(len(x), (x,), {}):
-            value, sides = parallel.compute(entering(x, factor), samples, self.calls)
+            value, sides = parallel.compute(entering(x, factor), samples, self._number)
         self._called(weight, len(x))
 
         def weighed(tensor: Tensor) -> Tensor:
@@ -277,7 +295,7 @@ class DistributedModel(ModelInterface):
         drew = parallel.draws
         self._count(total, weight)
         with self._together(), self._few(rows, args, options):
-            output = parallel.call(samples, self.calls, total, *args, **options)
+            output = parallel.call(samples, self._number, total, *args, **options)
         if parallel.draws and not drew:
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
                 "under every plan, and others than without asa")  # fmt: skip
@@ -416,6 +434,7 @@ class DistributedModel(ModelInterface):
                 "example_input (a tuple of inputs, or a dictionary of them by name)"
             )
         assert self.parallel is not None
+        meet_at("a change by which the model runs whole")
         gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
         if self.rank_context.votes.anyone(any(bool(local_part(g).any()) for g in gradients)):
             raise UsageError(
@@ -448,9 +467,17 @@ class DistributedModel(ModelInterface):
         factor = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not samples_repeat)
         return weight if meet else factor  # gradients that are reduced inside the model must be weighted before
 
+    @property
+    def _number(self) -> int:
+        """Number of the next call, by which layers draw: below 0 in evaluation, where some may draw, too."""
+        return self.calls if self.training else -1 - self._evaluations
+
     def _called(self, weight: float, rows: int) -> None:
-        if self.training:
-            self.__dict__["calls"] = self.calls + 1
+        kind = "calls" if self.training else "_evaluations"
+        beside = not self.training and (self.share is None or rows != len(self.share.rows))
+        self.__dict__.update({kind: getattr(self, kind) + 1, "beside": beside})
+        if not torch.is_grad_enabled() and self.parallel is not None:
+            self.parallel.reduction.release()  # a loop may write parameters next, which are shards
         if self.learns:
             self.__dict__.update(mean_weight=weight, mean_rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
@@ -605,7 +632,7 @@ class DistributedModel(ModelInterface):
         self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()} | {0: _global_hooks()}
         self.__dict__["module_ids"] = {id(m) for top in (self.origin, self.parts) for m in top.modules()}
         self.__dict__["traced"] = {
-            path: (module, gone, plain_attributes(module)) for path, (module, gone) in traced_through(self).items()
+            path: (module, gone, watched_attributes(module)) for path, (module, gone) in traced_through(self).items()
         }
         watch_registrations(self)
         follow_backwards()
@@ -649,12 +676,13 @@ class DistributedModel(ModelInterface):
     def _warn_of_attributes(self) -> None:
         """Warn of an attribute of a layer that was changed, and that what runs has as it was when it was traced."""
         for path, (module, gone, was) in self.traced.items():
-            now = plain_attributes(module)
+            now = watched_attributes(module)
             if now != was:
                 key = next(k for k in (*now, *was) if now.get(k) != was.get(k))
                 self.traced[path] = module, gone, now
+                name = f"{path}.{key}" if path else key
                 warnings.warn(
-                    f"model.{path}.{key} was changed behind asa.parallelize: what was traced of the model before does "
+                    f"model.{name} was changed behind asa.parallelize: what was traced of the model before does "
                     "not see it; make it a buffer, and fill that (module.buffer.fill_(value))",
                     stacklevel=4,
                 )

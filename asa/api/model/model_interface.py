@@ -20,6 +20,7 @@ from asa.api.tensors.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.executor.model.state import load_full_state
+from asa.sharding.layers.dropout import put_back
 from asa.tracing.preserve import with_parameters
 
 MEETING_S = 30.0
@@ -32,6 +33,13 @@ _ELEMENTS = 4096
 
 def _sum_of_some(tensor: Tensor) -> float:
     return float(tensor.detach().reshape(-1)[:_ELEMENTS].double().sum())
+
+
+def _inside_first(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Paths of ``module`` and of those in it, in the order in which torch applies a function to them."""
+    for name, child in module.named_children():
+        yield from _inside_first(child, f"{path}.{name}" if path else name)
+    yield path
 
 
 class ModelInterface(LearningModel):
@@ -47,18 +55,18 @@ class ModelInterface(LearningModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as for any module."""
-        parallel = self.parallel
-        if parallel is None:
-            super().train(mode)
-            return self
         self.__dict__["training"] = mode
-        parallel.train(mode, all_alike=True)
+        if self.parallel is None:
+            self.parts[0].train(mode)
+        else:
+            self.parallel.train(mode, all_alike=True)
         return self
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds, under the names of the model; for split ones, views of the whole."""
+        """The parameters that this rank holds, under the names of the model and in its order; for split ones, views of
+        the whole."""
         return self._named("named_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -68,6 +76,7 @@ class ModelInterface(LearningModel):
         return self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
         yielded: set[int] = set()
         for i, part in enumerate(self.parts):
             for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
@@ -75,14 +84,16 @@ class ModelInterface(LearningModel):
                     continue
                 yielded.add(id(tensor))
                 views = self.views
-                yield (
-                    f"{prefix}.{name}" if prefix else name,
-                    (tensor if views is None else views.of(tensor, views.splits[i].get(name))),
-                )
+                found.append((name, tensor if views is None else views.of(tensor, views.splits[i].get(name))))
+        if self.names is not None:  # components hold them in the order in which forward uses them
+            order = self.names.order
+            found.sort(key=lambda item: order.get(item[0], len(order)))
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in found)
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the model's own names, on the CPU, for loading into the plain model. Collective if the
-        plan splits or shards anything, so call it on every rank."""
+        plan splits or shards anything, so call it on every rank. A module around this one (``torch.compile(model)``)
+        passes ``destination`` and ``prefix``."""
         parallel = self.parallel
         if parallel is None:
             return self.parts[0].state_dict(*args, **options)
@@ -94,7 +105,7 @@ class ModelInterface(LearningModel):
         tensors = {n: t for n, t in state.items() if isinstance(t, Tensor)}
         if sum(t.nbytes for t in tensors.values()) <= _MOST_BYTES:
             self.__dict__["states"] = [(n, t, t._version) for n, t in tensors.items()]
-        return state
+        return attributes.entered(state, *args, **options)
 
     def check_states(self) -> None:
         """Warn if a tensor of the last :meth:`state_dict` was changed in place, and not loaded."""
@@ -126,14 +137,38 @@ class ModelInterface(LearningModel):
             found = self.names.compared(parallel, state_dict, strict=strict)
         except RuntimeError as error:
             raise UsageError(" ".join(str(error).split())) from None
+        parallel.reduction.release()  # what a forward has gathered would be forgotten
         load_full_state(parallel, found.state, partly=not strict)
         return found.differing
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Load the part of ``state_dict`` that begins with ``prefix``, the state of a module around this one."""
+        own = {n.removeprefix(prefix): value for n, value in state_dict.items() if n.startswith(prefix)}
+        self.__dict__["around"] = prefix, []
+        try:
+            found = self.load_state_dict(own, strict=False)
+        except (RuntimeError, UsageError) as error:
+            error_msgs.append(str(error))
+            return
+        self.__dict__["around"] = prefix, [prefix + n for n in found.missing_keys]
+        unexpected_keys += [prefix + n for n in found.unexpected_keys]
+
+    def loaded_around(self, differing: Any) -> None:
+        """Put the names that are missing in the place of those of ``parts``, which torch looks for in a state that is
+        loaded into a module around this one."""
+        prefix, missing = self.__dict__.pop("around", ("", []))
+        others = [n for n in differing.missing_keys if not n.startswith(f"{prefix}parts.")]
+        differing.missing_keys[:] = others + missing
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` for every module, as for any module (``model.apply(initialise)``). ``torch.nn.init`` draws what
         one device draws; other changes of a part that a module has are warned of."""
         if self.parallel is None or self.views is None:
-            return super().apply(fn)
+            self.parts[0].apply(fn)
+            return self
 
         def watched(module: nn.Module) -> None:
             before = [(name, p, p.detach().clone()) for name, p in held_parts(module)]
@@ -146,8 +181,12 @@ class ModelInterface(LearningModel):
                     stacklevel=4,
                 )
 
-        for part in self.parts:
-            part.apply(watched)
+        found: dict[str, list[nn.Module]] = {}
+        for path, module in self.named_modules():
+            found.setdefault(path, []).extend([] if module is self else [module])
+        for path in _inside_first(self.origin):
+            for module in found.get(path, []):
+                watched(module)
         return self
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -168,6 +207,7 @@ class ModelInterface(LearningModel):
         whole, _ = with_parameters(
             self.origin, [self.origin], lambda p: torch.empty(p.shape, dtype=p.dtype, device=device)
         )
+        put_back(whole)
         whole.load_state_dict(state)
         learns = {n: p.requires_grad for n, p in self.named_parameters(remove_duplicate=False)}
         for name, p in whole.named_parameters(remove_duplicate=False):
@@ -217,24 +257,40 @@ class ModelInterface(LearningModel):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The model's own children, whose calls are collective."""
         if self.parallel is None:
-            yield from super().named_children()
+            yield from self.parts[0].named_children()
             return
         yield from ((name, attributes.part_of(self, child)) for name, child in self.origin.named_children())
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of this rank. A loop that changes parts of parameters through them is warned. One that was traced
-        through has its class and attributes."""
+        """The modules of this rank, under the names of the model and in its order. A loop that changes parts of
+        parameters through them is warned. One that was traced through has its class and attributes."""
+        if self.parallel is None:
+            yield from self.parts[0].named_modules(memo, prefix, remove_duplicate)
+            return
         traced: dict[str, tuple[nn.Module, bool, dict[str, Any]]] = self.__dict__.get("traced", {})
-        missing = {path: module for path, (module, gone, plain) in traced.items() if gone and plain}
-        for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            path = name.removeprefix(prefix).partition("parts.")[2].partition(".")[2]
-            if type(module) is nn.Module and path in traced:
-                missing.pop(path, None)
-                yield name, attributes.called_by_all(self, path, module, traced[path][0])
+        found = [
+            (name.removeprefix(prefix).partition("parts.")[2].partition(".")[2], module)
+            for name, module in super().named_modules(memo, prefix, remove_duplicate)
+            if module is not self.parts
+        ]
+        emptied = {path for path, module in found if type(module) is nn.Module and path in traced}
+        found += [(path, m) for path, (m, gone, plain) in traced.items() if gone and plain and path not in emptied]
+        order = {path: number for number, (path, _) in enumerate(self.origin.named_modules(remove_duplicate=False))}
+        found.sort(key=lambda item: order.get(item[0], len(order)))
+        yielded: set[str] = set()
+        for path, module in found:
+            name = f"{prefix}.{path}" if prefix and path else prefix + path
+            if path in traced and module is traced[path][0]:
+                yield name, module
                 continue
-            parts = held_parts(module) if self.parallel is not None else []
+            if path in emptied:
+                if path not in yielded:
+                    yield name, attributes.part_of(self, traced[path][0])
+                yielded.add(path)
+                continue
+            parts = held_parts(module)
             tensors = [*parts, *((f"{key}.grad", p.grad) for key, p in parts if p.grad is not None)]
             before = [_sum_of_some(t) for _, t in tensors]
             yield name, module
@@ -250,7 +306,6 @@ class ModelInterface(LearningModel):
                     "torch.nn.init, or model.named_parameters()",
                     stacklevel=2,
                 )
-        yield from ((prefix + path, module) for path, module in missing.items())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}

@@ -8,15 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from asa.api.model import model_interface
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import replaced
-from asa.executor.model.state import full_optimizer_state, load_full_optimizer_state, restored, stored
+from asa.executor.model.state import full_optimizer_state, load_full_optimizer_state, local_tensors, restored, stored
 from asa.sharding.split import TensorPart, held_of
 
+_STORED = Tensor | int | float | None
+"""Types of state that can be saved and moved whatever the plan is."""
 Names = Sequence[Sequence[tuple[str, ...]]]
 """For each group and parameter, in the user's order, all its names in the model."""
 
@@ -50,44 +53,98 @@ def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tens
         optimizer.state[p] = entry
 
 
+def _names_now(optimizer: Optimizer, model: ParallelModel, names: Names) -> list[list[tuple[str, ...] | Tensor]]:
+    """Names of the parameters in each group of ``optimizer`` now: ``names``, and those that a program has added since.
+    A parameter that is none of the model's stands for itself."""
+    of: dict[int, str] = {id(item.tensor): item.name for item in local_tensors(model)}
+    now: list[list[tuple[str, ...] | Tensor]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        here = [of.get(id(held_of(p)), p) for p in group["params"]]
+        made = names[index] if index < len(names) else ()
+        known = {name for alike in made for name in alike}
+        own = [name for name in here if isinstance(name, str)]
+        if own and known.isdisjoint(own):  # another group than the one that it was
+            made, known = (), set()
+        added: list[tuple[str, ...] | Tensor] = [(name,) for name in own if name not in known]
+        added += [p for p in here if isinstance(p, Tensor) and not isinstance(p, DTensor)]
+        now.append([*made, *added])
+    return now
+
+
+def _without_lists(optimizer: Optimizer, model: ParallelModel) -> tuple[Any, dict[int, dict[str, Any]]]:
+    """(optimizer, others): ``optimizer`` as the executor uses it, without state that is neither a tensor nor a number,
+    and this state by identity of the parameter, if every rank has all of it."""
+    entries = {p: e for p, e in optimizer.state.items() if isinstance(e, dict)}
+    others = {id(p): {k: v for k, v in e.items() if not isinstance(v, _STORED)} for p, e in entries.items()}
+    if not any(others.values()) or not _whole(model):
+        return over_local_tensors(optimizer), {}
+    states = {p: {k: v for k, v in e.items() if k not in others[id(p)]} for p, e in entries.items()}
+    return SimpleNamespace(state=defaultdict(dict, states), param_groups=optimizer.param_groups), others
+
+
+def _whole(model: ParallelModel) -> bool:
+    """Whether every rank updates all parameters, which it has whole."""
+    return not model.owner and not any(map(replaced, model.plan.components)) and len(model.plan.stages) == 1
+
+
 def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Callable[[], None]:
     """Let ``state_dict`` and ``load_state_dict`` of ``optimizer`` use the plain model's state. From then on they are
     collective if the plan shards or splits anything. Returns a function that undoes this."""
-    first = [sum(map(len, names[:i])) for i in range(len(names))]
 
     def saved(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if model.state_axis is not None or any(map(replaced, model.plan.components)):
             model.meet("optimizer.state_dict() of a plan that shares it out", within_s=model_interface.MEETING_S)
+        model.reduction.release()  # a forward may have put whole parameters in the place of shards
         full: dict[str, dict[str, Any]] = {}
-        for key, value in full_optimizer_state(model, over_local_tensors(optimizer)).items():
+        view, others = _without_lists(optimizer, model)
+        for key, value in full_optimizer_state(model, view).items():
             name, _, what = key.rpartition("/")
             plain, entry = restored(what, value)
             full.setdefault(name, {})[plain] = entry
+        for item in local_tensors(model) if others else ():
+            if id(item.tensor) in others:
+                full.setdefault(item.name, {}).update(others[id(item.tensor)])
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for start, group, parameters in zip(first, state_dict["param_groups"], names, strict=True):
+        start = 0
+        for group, parameters in zip(state_dict["param_groups"], _names_now(optimizer, model, names), strict=True):
             groups.append({**group, "params": list(range(start, start + len(parameters)))})
             for i, alike in enumerate(parameters):
-                if entry_of_parameter := next((full[name] for name in alike if name in full), None):
+                found = optimizer.state if isinstance(alike, Tensor) else full
+                of = (alike,) if isinstance(alike, Tensor) else alike
+                if entry_of_parameter := next((found[each] for each in of if each in found), None):
                     state[start + i] = entry_of_parameter
+            start += len(parameters)
         return {**state_dict, "state": state, "param_groups": groups}
 
     def loaded(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if [len(g["params"]) for g in state_dict["param_groups"]] != [len(g) for g in names]:
+        model.reduction.release()
+        now = _names_now(optimizer, model, names)
+        if [len(g["params"]) for g in state_dict["param_groups"]] != [len(g) for g in now]:
             raise UsageError(
                 f"the state is of groups of {[len(g['params']) for g in state_dict['param_groups']]} parameters, the "
-                f"optimizer was made with {[len(g) for g in names]}"
+                f"optimizer has groups of {[len(g) for g in now]}"
             )
         local_names = {name for component in model.components for name, _ in component.named_parameters()}
         full: dict[str, Tensor] = {}
-        for group, parameters in zip(state_dict["param_groups"], names, strict=True):
+        outside: dict[Tensor, Any] = {}
+        others: dict[str, dict[str, Any]] = {}
+        for group, parameters in zip(state_dict["param_groups"], now, strict=True):
             for number, alike in zip(group["params"], parameters, strict=True):
+                if isinstance(alike, Tensor):
+                    outside[alike] = state_dict["state"].get(number)
+                    continue
                 name = next((n for n in alike if n in local_names), None)
                 for what, value in state_dict["state"].get(number, {}).items():
-                    if name is not None:
+                    if name is not None and not isinstance(value, _STORED) and _whole(model):
+                        others.setdefault(name, {})[what] = value
+                    elif name is not None:
                         key, tensor = stored(what, value)
                         full[f"{name}/{key}"] = tensor
         load_states(model, optimizer, full)
+        for item in local_tensors(model) if others else ():
+            if item.name in others:
+                optimizer.state[item.tensor].update(others[item.name])
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         count = 0
@@ -95,7 +152,9 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
             groups.append({**group, "params": list(range(count, count + len(local_group["params"])))})
             groups[-1] |= {key: local_group[key] for key in ("foreach", "fused") if key in local_group}
             for i, p in enumerate(local_group["params"]):
-                if p in optimizer.state:
+                if outside.get(p) is not None:
+                    state[count + i] = outside[p]
+                elif p in optimizer.state:
                     state[count + i] = optimizer.state[p]
             count += len(local_group["params"])
         return {**state_dict, "state": state, "param_groups": groups}

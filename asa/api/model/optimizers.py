@@ -155,7 +155,8 @@ class Rebinding:
             )
         while self._undo:
             self._undo.pop()()
-        parameters_of_groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        parameters_of_groups: list[list[tuple[int, Tensor]]] = [[] for _ in optimizer.param_groups]
+        places = {name: number for group in self._names for number, alike in enumerate(group) for name in alike}
         elsewhere: list[Tensor] = []
         for item in local_tensors(model):
             if not isinstance(item.tensor, nn.Parameter) or item.name not in self._group:
@@ -164,9 +165,11 @@ class Rebinding:
                 if views is None:
                     continue
                 elsewhere.append(item.tensor)
-            parameters_of_groups[self._group[item.name]].append(item.tensor if views is None else views.item(item))
+            parameters_of_groups[self._group[item.name]].append(
+                (places[item.name], item.tensor if views is None else views.item(item))
+            )
         for group, parameters in zip(optimizer.param_groups, parameters_of_groups, strict=True):
-            group["params"] = parameters
+            group["params"] = [p for _, p in sorted(parameters, key=lambda placed: placed[0])]
         optimizer.state.clear()
         if self._state:
             names = {item.name for item in local_tensors(model)} | model.elsewhere
@@ -176,7 +179,7 @@ class Rebinding:
         self._undo.append(plain_states(optimizer, model, self._names))
         if model.owner:
             self._undo.append(_share_updates(optimizer, model))
-        if elsewhere or any(isinstance(p, DTensor | TensorPart) for group in parameters_of_groups for p in group):
+        if elsewhere or any(isinstance(p, DTensor | TensorPart) for group in parameters_of_groups for _, p in group):
             self._undo.append(step_over_parts(optimizer, elsewhere))
         if views is not None:
             understood_by_scalers(optimizer, model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
@@ -20,6 +20,7 @@ from asa.api.steps.orders import Orders, own_state, put_back, samplers, sharing_
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
+from asa.tracing.records import understood
 from asa.tracing.tracer import reason_of
 
 _COMPARED_ELEMENTS = 4096
@@ -47,15 +48,30 @@ class Share:
 
 
 def samples_in(batch: Any) -> int:
-    """Number of samples in a batch: the length of its first tensor, or of its first list.
+    """Number of samples in a batch: the length of its first tensor.
 
     Raises:
-        UsageError: it contains neither.
+        UsageError: it has none, or lists with tensors for each sample.
     """
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise UsageError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension")
+    rows = _rows_in(batch)
+    if not rows:
+        raise UsageError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension")
+    items = list(batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ())
+    lists = [len(i) for i in items if type(i) in (list, tuple) and len(i) > 1 and all(map(_rows_in, i))]
+    others = [len(i) for i in items if isinstance(i, Tensor) and i.dim()]
+    unlike = rows[0] not in others if others else any(n != rows[0] for n in rows)
+    if unlike and any(n != rows[0] and (n in others or lists.count(n) > 1) for n in lists):
+        raise UsageError(
+            "the loader yields a list with tensors for each sample, and ranks share a batch without indices by the "
+            "rows of its tensors: pad them to one tensor, or hand in a DataLoader over a data set with indices and "
+            "your collate_fn"
+        )
+    return rows[0]
+
+
+def _rows_in(batch: Any) -> list[int]:
+    """Numbers of rows of the tensors in ``batch``."""
+    return [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
 def rows_made(batch: Any, samples: int) -> int:
@@ -223,7 +239,7 @@ class GlobalBatches:
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
-                return collate([dataset[k] for k in keys])
+                return understood(collate([dataset[k] for k in keys]))
         batch = self._first()
         return rows_of(batch, range(min(samples, samples_in(batch))))
 
@@ -235,7 +251,7 @@ class GlobalBatches:
             with restored_afterwards(self.loader):
                 before = generators_now()
                 for samples in (2, 3) if self.custom_collate else (2,):
-                    batch = self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)])
+                    batch = understood(self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)]))
                     self._draws = self._draws or generators_now() != before
                     self._draws = self._draws or not self._reads_alike()
                     leaves = pytree.tree_leaves(batch)
@@ -262,7 +278,7 @@ class GlobalBatches:
     def _first_of_iterator(self) -> Any:
         state = own_state(self.loader)
         batches = iter(self.loader)
-        for batch in batches:
+        for batch in map(understood, batches):
             if batches is self.loader:
                 self._unread.append(batch)
             elif self._own_reading:  # it may not begin anew
@@ -300,6 +316,12 @@ class GlobalBatches:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set an attribute of the program's loader (``loader.mixing = False``), and of the one that reads for it."""
+        setattr(self.loader, name, value)
+        if self.indexed and name != "generator" and name in vars(self._local_loader):
+            setattr(self._local_loader, name, value)
+
     def epoch(self, *, order_seed: int | None = None, skip: int = 0) -> Iterator[Share]:
         """The batches of an epoch; collective at its start. ``order_seed``: the order depends on it, instead of on the
         state of torch's generator; the first ``skip`` batches are left out."""
@@ -307,7 +329,7 @@ class GlobalBatches:
             first = 0
             ahead, self._unread = self._unread, []
             rest, self._begun = self.loader if self._begun is None else self._begun, None
-            for i, batch in enumerate(chain(ahead, rest)):
+            for i, batch in enumerate(map(understood, chain(ahead, rest))):
                 total = samples_in(batch)
                 self._check_alike(total, batch)
                 if i >= skip:

@@ -38,6 +38,8 @@ class DistributedModelBase(nn.Module):
     """Exchange between ranks after every batch; None for a single rank."""
     learned: bool
     """Whether the call made last with gradients was of a batch whose mean is weighed."""
+    beside: bool
+    """Whether the call made last was an evaluation of other samples than the loader's."""
     warned_of_other_batches: bool
     """Whether the user was told that gradients come of other samples than the loader's."""
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from asa.api.rank_context import meet_by
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
@@ -86,6 +87,7 @@ class InStep:
         self._others: WeakSet[Optimizer] = WeakSet()
         """Optimizers that made steps, and are of no distributed model."""
         register_optimizer_step_post_hook(self._stepped)
+        meet_by(self.world, self.meet)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def count(self, optimizers: Sequence[Optimizer]) -> None:
@@ -144,24 +146,38 @@ class InStep:
         """Whether ranks exchange the numbers of samples in their calls of the model; equal on all ranks."""
         return self._trusted < _TRUSTED
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come to ``what``, a call that a program easily makes on one rank only (collective).
+
+        Raises:
+            UsageError: another rank does something else. WorkersFailedError: a rank does not arrive in time.
+        """
+        self.figures(what, ())
+
     def figures(self, kind: str, figures: Sequence[float]) -> list[list[float]]:
         """The ``figures`` of every rank in an exchange of this ``kind`` (:data:`OTHER_ROWS`, about the samples in its
-        call of the model, or :data:`DECISION`), by rank (collective).
+        call of the model, :data:`DECISION`, or what ranks :meth:`meet` at), by rank (collective).
 
         Raises:
             UsageError: another rank does something else. WorkersFailedError: a rank does not arrive in time.
         """
         wire = torch.zeros(1 + _FIGURES, dtype=torch.float64)
-        wire[: 1 + len(figures)] = torch.tensor([len(figures), *figures], dtype=torch.float64)
+        wire[: 1 + len(figures)] = torch.tensor([number_of(kind), *figures], dtype=torch.float64)
         by_rank = [torch.empty_like(wire) for _ in range(self.ranks)]
         with self.together(kind):
             work: Any = dist.all_gather(by_rank, wire, group=self._sizes, async_op=True)
             self._wait(work)
             work.wait()
         if len({float(each[0]) for each in by_rank}) > 1:
-            self.leave()
-            raise UsageError(f"rank {self.rank} is in {kind}, and another is not; {REMEDY}")
+            raise UsageError(self._apart(kind))
         return [each[1 : 1 + len(figures)].tolist() for each in by_rank]
+
+    def _apart(self, kind: str) -> str:
+        """A line on what every rank is in; this one is in ``kind``."""
+        self._store.set(f"asa/in/{self.rank}", kind)
+        kinds = [self._store.get(f"asa/in/{rank}").decode() for rank in range(self.ranks)]
+        self.leave()
+        return f"{', '.join(f'rank {rank} is in {each}' for rank, each in enumerate(kinds))}; {REMEDY}"
 
     def after_batch(
         self,
@@ -311,9 +327,9 @@ class InStep:
             if self._since is None:
                 in_conflict, doing = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
-                # No rank leaves an exchange of sizes before all have joined it, so a rank that is ahead was in another
-                # pass.
-                ahead = self._kind in (OTHER_ROWS, DECISION) and int(number) > self.shared
+                # No rank leaves an exchange of figures before all have joined it, so a rank that is ahead was in
+                # another pass.
+                ahead = self._kind not in (FORWARD, BACKWARD, UPDATE) and int(number) > self.shared
                 in_conflict = ahead or (int(number) == self.shared and kind != self._kind)
                 doing = f"is in {self._kind}"
             if in_conflict:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from asa.api.rank_context import current_votes
+from asa.api.rank_context import current_votes, meet_at
 from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
 from asa.executor.model.state import LocalTensor, cut, gather
 from asa.ir import codec
@@ -36,6 +36,7 @@ def save(state: Any, path: Path | str) -> None:
         UnavailableError: it cannot be written. UsageError: it has an object that cannot be stored. Both are raised on
             every rank.
     """
+    meet_at("asa.save")
     full = _map(state, _full)
     target = Path(path)
 
@@ -75,6 +76,7 @@ def load(path: Path | str, into: Any = None) -> Any:
         if error is not None:
             raise error
         return state
+    meet_at("asa.load")
     votes = current_votes()
     votes.agree(error)
     if len({c for (c,) in votes.gather([float(checksum)])}) > 1:

@@ -35,7 +35,13 @@ class StateNames:
         for name, tensor in self._values.items():
             self._alike.setdefault(id(tensor), []).append(name)
         self._shapes = {name: tensor.shape for name, tensor in self._values.items() if isinstance(tensor, Tensor)}
-        self._names = {name: names for names in self._alike.values() for name in names}
+        self._names = {name: self._alike[id(tensor)] for name, tensor in self._values.items()}
+        self.order: dict[str, int] = {}
+        """Place of each parameter and buffer in the model, by name. A shared one has that of its first name."""
+        places: dict[int, int] = {}
+        for lists in (model.named_parameters, model.named_buffers):
+            for name, tensor in lists(remove_duplicate=False):
+                self.order[name] = places.setdefault(id(tensor), len(self.order))
         self._unused: dict[str, Tensor] | None = None
 
     def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import fx, nn
 from asa.sharding.collectives.axis import SOLO
 from asa.sharding.layers.modules import HeadParallelAttention
 from asa.sharding.layers.propagate import Cut, splits_by_heads
+from asa.sharding.randomness import attention, recurrent
 from asa.sharding.randomness.attention import with_masks_by_sample
 from asa.sharding.randomness.recurrent import drops_between_layers, with_layers_by_sample
 from asa.sharding.randomness.samples import (
@@ -57,6 +58,16 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
                 if isinstance(new, SampleDropout) and not _calls(component, path):
                     new.inplace = bool(getattr(child, "inplace", False))
                 component.set_submodule(path, new.train(child.training))
+
+
+def put_back(model: nn.Module) -> None:
+    """Undo :func:`make_reproducible` in a copy of a model, which is called with samples that no context knows."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(vars(module).get("forward"), attention.BySample | recurrent.BySample):
+            del vars(module)["forward"]
+        original = module.as_original() if isinstance(module, BySample) else None
+        if original is not None:
+            model.set_submodule(path, original)
 
 
 def _read_results(module: fx.GraphModule) -> None:

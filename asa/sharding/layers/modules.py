@@ -155,6 +155,7 @@ class RowParallel(nn.Module):
     def __init__(self, source: nn.Linear | nn.Conv2d | RowParallel, cut: Cut, axis: Axis, *, partial: bool) -> None:
         super().__init__()
         self.axis, self.partial = axis, partial
+        self.__dict__["_source"] = source.__class__
         self.convolution = isinstance(source, nn.Conv2d)
         if isinstance(source, nn.Conv2d):
             self.options: Any = (source.stride, source.padding, source.dilation)
@@ -162,6 +163,17 @@ class RowParallel(nn.Module):
             self.register_parameter("bias", None)
         shard = ParameterShard(dim=1, units=cut.units, unit=cut.unit, degree=axis.size)
         _adopt(self, source, {"weight": shard}, axis.index)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class of the layer that it replaces, because programs look for linear layers and convolutions by
+        ``isinstance``."""
+        source: type = self.__dict__.get("_source", type(self))
+        return source
+
+    def reset_parameters(self) -> None:
+        """Draw weights like those of a new layer."""
+        (nn.Conv2d if self.convolution else nn.Linear).reset_parameters(self)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole output, or this rank's addend of it, from a shard of the input."""

@@ -20,11 +20,11 @@ def with_masks_by_sample(module: nn.MultiheadAttention, dropout: SampleDropout) 
     """
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
         return False
-    module.__dict__["forward"] = _BySample(module, dropout)
+    module.__dict__["forward"] = BySample(module, dropout)
     return True
 
 
-class _BySample:
+class BySample:
     """Replaces the module's ``forward``."""
 
     def __init__(self, module: nn.MultiheadAttention, dropout: SampleDropout) -> None:

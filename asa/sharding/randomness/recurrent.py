@@ -31,10 +31,10 @@ def drops_between_layers(module: nn.Module) -> bool:
 def with_layers_by_sample(module: nn.RNNBase, dropout: SampleDropout, site: str) -> None:
     """Make ``module`` use ``dropout`` between its layers in training from now on. Every call of it is a site of its
     own. In evaluation, and on a sequence without a batch, it does what the stock module does."""
-    module.__dict__["forward"] = _BySample(module, dropout, site)
+    module.__dict__["forward"] = BySample(module, dropout, site)
 
 
-class _BySample:
+class BySample:
     """Replaces the module's ``forward``. Elements of a mask are numbered by (time, feature) within their sample."""
 
     def __init__(self, module: nn.RNNBase, dropout: SampleDropout, site: str) -> None:

@@ -79,8 +79,11 @@ class BySample(nn.Module):
     """Base of modules that draw for every element of a batch-first tensor, or for whole channels or samples.
 
     ``whole_from`` is the first dimension that shares one decision: None for ordinary dropout, 2 for Dropout2d, 1 for
-    stochastic depth by row. ``shard`` is (dimension, offset, total) if the input is a shard.
+    stochastic depth by row. ``shard`` is (dimension, offset, total) if the input is a shard. ``original`` is the module
+    that it replaces, if there is one.
     """
+
+    original: nn.Module | None
 
     def __init__(self, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
         super().__init__()
@@ -88,7 +91,24 @@ class BySample(nn.Module):
         self.context = context
         self.whole_from = whole_from
         self.shard: tuple[int, int, int] | None = None
+        self.__dict__["original"] = None
         self._elements: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class of the module that it replaces, because programs look for dropout by ``isinstance``, to draw in
+        evaluation or to change its rate."""
+        return type(self.__dict__.get("original") or self)
+
+    def as_original(self) -> nn.Module | None:
+        """The module that it replaces, in its mode and with its numbers; None if there is none."""
+        original = self.original
+        if original is not None:
+            original.train(self.training)
+            for name in ("p", "lower", "upper"):
+                if stock(original) and name in vars(original):
+                    setattr(original, name, getattr(self, name))
+        return original
 
     def _element_indices(self, x: Tensor) -> Tensor:
         shape = tuple(x.shape[1 : self.whole_from])
@@ -204,6 +224,13 @@ class SampleRReLU(BySample):
 def replacement(module: nn.Module, site: str, context: SampleContext) -> BySample | None:
     """The strategy-independent form of a stock module that draws, or of any module with stochastic depth; None for
     other modules."""
+    new = None if isinstance(module, BySample) else _form_of(module, site, context)
+    if new is not None:
+        new.__dict__["original"] = module
+    return new
+
+
+def _form_of(module: nn.Module, site: str, context: SampleContext) -> BySample | None:
     if not stock(module):
         dropped = drops_samples(module)
         return (
