@@ -142,3 +142,21 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "tells of no run" in capsys.readouterr().err
     _log(tmp_path)
     assert entry.run(["explain", str(tmp_path), "--why-not", "ddp"]) == 2
+
+
+@pytest.mark.parametrize("value", ["x", math.nan, math.inf, [1], {"a": 1}, -(10**400), True, None])
+def test_numbers_of_a_log_that_are_none_are_passed_over(run: Path, value: Any) -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "start", "plan_fingerprint": "a", "model": "cnn", "ranks": value, "data": value},
+        {"event": "steps", "step": 1, "step_time_s": 1e308},
+        {"event": "steps", "step": 9, "step_time_s": 1e308},
+        {"event": "replan", "kind": "switch", "new": "b", "why": value, "predicted_gain": value, "seconds": 1.0},
+        {"event": "replan", "kind": "switch", "new": "b", "why": "w", "predicted_gain": 0.1, "seconds": value},
+        {"event": "replan", "kind": "outcome", "predicted_gain": 0.1, "measured_gain": value},
+        {"event": "epoch", "epoch": value, "seconds": value, "step": 9, "train_loss": value, "validation_loss": value,
+         "validation_accuracy": value, "measurements": {"predicted_memory_bytes": value}},
+        {"event": "end", "status": value, "exit_code": value},
+    ]  # fmt: skip
+    (run / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert entry.run(["explain", "run", "--json"]) == 0
+    assert entry.run(["explain", "run", "--report", "page"]) == 0

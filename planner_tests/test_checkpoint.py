@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -314,3 +316,57 @@ def test_a_disk_too_small_is_known_before_training(tmp_path: Path) -> None:
     outdir.check_space(tmp_path, 1024, keep=2)
     with pytest.raises(UnavailableError, match="GiB free, 3 checkpoints need"):
         outdir.check_space(tmp_path, 1 << 60, keep=2)
+
+
+def test_the_checkpoints_that_a_run_has_are_room_for_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (5, 10):
+        folder = tmp_path / outdir.CHECKPOINTS / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / checkpoint.MODEL).write_bytes(bytes(1000))
+    monkeypatch.setattr(outdir.shutil, "disk_usage", lambda _: SimpleNamespace(free=1500))
+    outdir.check_space(tmp_path, 1000, keep=2)  # 2 are there and 1 more is written
+    with pytest.raises(UnavailableError, match="3 checkpoints need"):
+        outdir.check_space(tmp_path, 1600, keep=2)
+
+
+def test_a_file_system_without_locks_or_flushes_of_folders_holds_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsync = os.fsync
+
+    def without_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "fsync", without_folders)
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    with outdir.owned(tmp_path, resume=False) as out:
+        _write(out / outdir.CHECKPOINTS, 5)
+    assert "has no locks" in caplog.text
+    assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.step == 5
+
+
+def test_a_place_for_checkpoints_that_is_no_folder_is_known_before_training(tmp_path: Path) -> None:
+    (tmp_path / outdir.CHECKPOINTS).write_text("in the way")
+    with (
+        pytest.raises(UnavailableError, match=f"cannot write to .*{outdir.CHECKPOINTS}: "),
+        outdir.owned(tmp_path, resume=False),
+    ):
+        pass
+    assert _names(tmp_path) == [outdir.CHECKPOINTS]
+
+
+def test_the_newest_step_is_that_of_files_that_are_there(tmp_path: Path) -> None:
+    for step in (5, 10):
+        _write(tmp_path, step)
+    assert checkpoint.newest_step(tmp_path) == 10
+    _truncate(tmp_path / "step_00000010" / checkpoint.MODEL)
+    assert checkpoint.newest_step(tmp_path) == 5
+    (tmp_path / "step_00000005" / checkpoint.OPTIMIZER).unlink()
+    assert checkpoint.newest_step(tmp_path) == -1

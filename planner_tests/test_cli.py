@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import errno
 import fcntl
 import json
 import os
@@ -161,6 +162,25 @@ def test_a_file_that_cannot_be_written_is_the_environment(own_verb, capsys, else
     assert "file" in one_line(capsys.readouterr().err)
 
 
+def test_a_package_that_cannot_be_loaded_is_the_environment(own_verb, capsys):
+    def fail(args: Arguments, console: Console) -> None:
+        raise ImportError("libtorch_cpu.so: failed to map segment from shared object", name="torch._C")
+
+    own_verb(fail)
+    assert entry.run(["probe"]) == 5
+    assert "torch is installed and cannot be loaded: libtorch_cpu.so: failed" in one_line(capsys.readouterr().err)
+
+
+def test_a_machine_without_a_place_for_temporary_files_is_told_so(own_verb, capsys):
+    def fail(args: Arguments, console: Console) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    own_verb(fail)
+    assert entry.run(["probe"]) == 5
+    line = one_line(capsys.readouterr().err)
+    assert line.endswith("found in ['/tmp']; set TMPDIR to a folder that can be written\n")
+
+
 def test_only_the_document_reaches_stdout(own_verb, capfd):
     def chatter(args: Arguments, console: Console) -> None:
         os.write(1, b"from a C library\n")
@@ -185,6 +205,10 @@ def test_other_ranks_are_silent(own_verb, capfd, monkeypatch):
 
     own_verb(talk)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert entry.run(["probe"]) == 0
+    assert "a table" in capfd.readouterr().out, "no launcher"
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert entry.run(["probe"]) == 0
     assert entry.run(["probe", "--json"]) == 0
     said = capfd.readouterr()
@@ -333,6 +357,35 @@ def test_the_newest_plan_is_the_one_written_last(elsewhere):
     assert places.newest_plan("runs/plans/asa.json")[1].strategy == "asa"
     with pytest.raises(errors.InvalidInputError, match="cannot read"):
         places.newest_plan("gone.json")
+
+
+def test_a_link_that_leads_nowhere_is_no_plan(elsewhere):
+    places.PLANS.mkdir(parents=True)
+    codec.save(nouns.plan(), places.PLANS / "a.json")
+    (places.PLANS / "b.json").symlink_to("nowhere")
+    assert places.newest_plan(None)[0] == places.PLANS / "a.json"
+
+
+def test_a_stored_origin_that_was_damaged_is_written_again(elsewhere):
+    made = nouns.profile()
+    path = places.ORIGINS / f"{codec.fingerprint(made)}.json"
+    places.keep_origins(made)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    assert not places.origin(type(made), codec.fingerprint(made))
+    places.keep_origins(made)
+    assert path.read_bytes() == whole
+
+
+def test_a_text_with_a_name_that_is_no_text_is_refused(elsewhere):
+    with pytest.raises(errors.UsageError, match="not UTF-8; rename"):
+        codec.write("a folder: " + os.fsdecode(b"run\xff"), elsewhere / "job.sh")
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_file_whose_name_is_as_long_as_can_be_is_written(elsewhere):
+    codec.write("text", elsewhere / ("a" * 250))
+    assert (elsewhere / ("a" * 250)).read_text() == "text"
 
 
 def test_the_default_cluster_is_measured_large_enough_and_of_the_same_device(elsewhere, monkeypatch):
@@ -505,6 +558,10 @@ def test_a_bar_shows_its_times_at_every_width(width, monkeypatch):
     drawn = screen.file.getvalue()
     assert "ETA -:--:--" in drawn
     assert "…" not in drawn
+
+
+def test_a_terminal_without_columns_shows_a_word_a_line():
+    assert tables.folded("two words", 0) == "two\n    words"
 
 
 def test_a_table_is_not_squeezed_into_a_narrow_terminal(monkeypatch):

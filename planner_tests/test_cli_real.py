@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -236,3 +237,24 @@ def test_real_ranks_hold_what_a_plan_says_that_they_hold_for_its_discipline(plac
     memory = json.loads((tmp_path / "run" / "result.json").read_text())["summary"]["memory_bytes_per_rank"]
     for promised, measured in zip(memory["predicted"], memory["measured"], strict=True):
         assert measured <= promised <= 1.15 * measured, memory
+
+
+def test_a_comparison_in_which_training_diverges_says_so(place, tmp_path):
+    argv = ("bench", "--models", "cnn", *SMALL, "--gpus", "2", "--device", "cpu", "--cluster", "box", "--data",
+            "digits", "--strategies", "ddp", "--budget", "2s", "--lr", "1e30", "--out", str(tmp_path))  # fmt: skip
+    done = asa(*argv, cwd=place)
+    assert "diverged" in done.stdout
+    (result,) = codec.load(Bench, tmp_path / "bench.json").results
+    assert result.accuracy[-1].train_loss is None
+
+
+def test_a_comparison_that_cannot_be_stored_is_shown(place, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
+
+    monkeypatch.setattr("asa.report.pages.bench.write", full)
+    argv = ("bench", "--models", "cnn", *SMALL, "--gpus", "2", "--device", "cpu", "--cluster", "box", "--data",
+            "digits", "--strategies", "ddp", "--budget", "2s", "--out", str(tmp_path))  # fmt: skip
+    done = asa(*argv, cwd=place, code=5)
+    assert "No space left on device" in done.stderr
+    assert "ddp" in done.stdout

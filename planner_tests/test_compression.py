@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -189,3 +190,16 @@ def test_the_command_line_hands_it_on(
     assert codec.load(Plan, tmp_path / "p.json").compression == "bf16"
     assert run([*words, "--offload", "always"]) == 2
     assert "saves nothing" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_what_is_no_number_is_an_error_that_a_document_holds_and_no_noise():
+    nothing, one = torch.tensor([math.nan]), torch.tensor([1.0])
+    for error in (
+        tolerance.relative_error(nothing, nothing), tolerance.relative_error(one, nothing),
+        tolerance.distance({"w": nothing}, {"w": one}), tolerance.loss_error(math.nan, math.nan),
+        tolerance.loss_error(2.0, 0.0),
+    ):  # fmt: skip
+        assert error == tolerance.UNLIKE
+        assert tolerance.noise(error) == 0.0
+    assert tolerance.loss_error(0.0, 0.0) == 0.0
+    assert tolerance.loss_error(1.1, 1.0) == tolerance.noise(tolerance.loss_error(1.1, 1.0)) == pytest.approx(0.1)

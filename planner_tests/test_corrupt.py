@@ -4,6 +4,7 @@ or goes on where the file is not needed, and never with an internal error."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from asa import reading
 from asa.cli import entry
-from asa.errors import AsaError, InvalidInputError, UsageError
+from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
 from asa.executor.running import outdir, stored_settings
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
@@ -31,6 +32,7 @@ from asa.executor.training.logs import RunLog
 from asa.ir import codec
 from asa.scheduler import adapt
 from asa.strategies import offered
+from asa.zoo.data import open_split
 from planner_tests.test_planner_fuzz import VALUES
 
 LIMIT_S = 240
@@ -148,6 +150,7 @@ def test_a_configuration_must_be_a_file(place: Path, capsys: pytest.CaptureFixtu
         ("gpus = 1979-05-27", "$.gpus"),
         ("out = 3", "$.out"),
         ("[train]\nout = ''", "$.train.out"),
+        ('[train]\nout = "a\\u0000b"', "$.train.out"),
         ("[train]\nepochs = false", "$.train.epochs"),
         ("[train]\ndata = 5", "$.train.data"),
         ("[train]\ndata_root = ['a', 'b']", "$.train.data-root"),
@@ -163,6 +166,13 @@ def test_values_of_another_type_in_a_configuration(
     code, line = _said(capsys, "train", "plan.json")
     assert code == 3, line
     assert line.endswith(f"(at {where})")
+
+
+def test_a_number_of_thousands_of_digits_in_a_configuration(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "asa.toml").write_text("gpus = " + "9" * 5000)
+    code, line = _said(capsys, "cluster", "list")
+    assert code == 3
+    assert "asa.toml" in line
 
 
 @pytest.mark.parametrize("flag", ["--out", "--data-root", "--data"])
@@ -264,6 +274,77 @@ def test_a_run_without_its_log_goes_on_with_what_it_was_given(
         assert code == 0
     data = json.loads((run / outdir.CHECKPOINTS / "step_00000002" / "manifest.json").read_text())
     assert data["settings"]["epochs"] == 1
+
+
+def test_epochs_whose_log_is_lost_are_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "log.jsonl").unlink()
+    assert entry.run([*RESUME, "--epochs", "2"]) == 0
+    assert "the log tells of 0 of the 1 epochs before" in capsys.readouterr().err
+
+
+def test_a_run_without_its_plan_goes_on_with_that_of_its_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = (run / "plan.json").read_bytes()
+    (run / "plan.json").unlink()
+    assert entry.run(RESUME) == 0
+    assert "has no plan.json; the plan is that of its checkpoint of step 2" in capsys.readouterr().err
+    assert (run / "plan.json").read_bytes() == plan
+    (run / "plan.json").write_bytes(plan[:100])
+    code, line = _said(capsys, *RESUME)
+    assert code == 3
+    assert line.endswith("remove it, and that of the newest checkpoint is taken")
+    (run / "plan.json").unlink()
+    shutil.rmtree(run / outdir.CHECKPOINTS)
+    code, line = _said(capsys, *RESUME)
+    assert code == 7
+    assert "no plan.json and no checkpoint" in line
+
+
+def test_other_samples_than_before_are_said_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = run / outdir.CHECKPOINTS / "step_00000002"
+    digest = open_split("digits", split="train", root=None, input_shape=(1, 8, 8)).sampled_digest()
+    assert codec.load(checkpoint.Manifest, step / "manifest.json").samples == digest
+    assert entry.run(RESUME) == 0
+    assert "other samples" not in capsys.readouterr().err
+    _resigned(step, lambda data: data.update(samples="0" * 32))
+    assert entry.run(RESUME) == 0
+    assert "has other samples than at step 2" in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_is_not_said_to_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / ".result.json.tmp").mkdir()
+    assert _said(capsys, *RESUME) == (0, "asa: run/result.json could not be written")
+
+
+def test_a_folder_whose_name_no_file_of_a_run_could_hold_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line = _said(capsys, "train", "plan.json", "--data", "digits", "--out", os.fsdecode(b"run\xff"))
+    assert code == 2
+    assert "is not UTF-8" in line
+    assert not list(place.glob("run*"))
+
+
+def test_a_log_that_cannot_be_written_names_the_checkpoint_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = RunLog(tmp_path)
+    log({"event": "checkpoint", "step": 5, "path": "run/checkpoints/step_00000005"})
+    monkeypatch.setattr("asa.executor.training.logs.open_regular", full)
+    with pytest.raises(UnavailableError, match=r"No space left on device; --resume continues from .*step_00000005"):
+        log({"event": "note", "message": "more"})
+
+
+def test_a_line_of_the_log_that_lacks_its_end_takes_no_other_with_it(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"event": "note", "mess')
+    for message in ("first", "second"):
+        RunLog(tmp_path)({"event": "note", "message": message})
+    _, *lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["message"] for line in lines] == ["first", "second"]
 
 
 def _resigned(step: Path, change: Callable[[dict[str, Any]], object]) -> None:

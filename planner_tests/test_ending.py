@@ -18,8 +18,10 @@ import pytest
 
 from asa.cli import entry, options, verbs
 from asa.cli.console import Console
-from asa.cli.ending import left_to_ranks
+from asa.cli.ending import left_to_ranks, terminable
 from asa.cli.verb import Arguments, Verb
+from asa.errors import PreemptedError
+from asa.launch import faults, signals
 
 Put = Callable[[Callable[[Console], None]], None]
 
@@ -180,3 +182,74 @@ def _processes_in(folder: Path) -> list[str]:
             if (entry_ / "cwd").resolve() == folder.resolve():
                 found.append((entry_ / "cmdline").read_text())
     return found
+
+
+def test_a_request_that_comes_while_ranks_are_started_again_ends_the_run(tmp_path, monkeypatch):
+    training = pytest.importorskip("training")
+    from asa.executor.running.run import train
+    from asa.scheduler import adapt
+    from asa.strategies import offered
+
+    notes: list[str] = []
+
+    def hear(event):
+        notes.append(event.get("message", ""))
+        if "are started again" in notes[-1]:
+            _asked()
+
+    monkeypatch.setenv(faults.VARIABLE, "kill@rank=1,step=8,point=backward")
+    monkeypatch.setattr(signals, "begun", False)
+    with (
+        terminable(),
+        pytest.raises(PreemptedError, match=r"stopped on request, but rank 1 of 2 .* checkpoint is of step 6;"),
+        left_to_ranks(launched=False),
+    ):
+        train(
+            training.plan(ranks=2), training.settings(tmp_path), strategies=offered(), adapt=adapt, on_event=hear,
+            regroup=lambda plan, _: plan,
+        )  # fmt: skip
+    assert sum("are started again" in note for note in notes) == 1
+    assert json.loads((tmp_path / "result.json").read_text())["exit_code"] == 75
+
+
+def test_a_request_that_comes_just_before_ranks_start_reaches_them(monkeypatch):
+    from asa.launch import run_ranks
+    from asa.launch.signals import take_sigterm
+
+    def rank(_: int) -> bool:
+        heard: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        take_sigterm()
+        time.sleep(0.5)
+        return bool(heard)
+
+    monkeypatch.setattr(signals, "missed", True)
+    assert run_ranks(2, rank, threads=1, forward_sigterm=True) == [True, True]
+    assert not signals.missed
+
+
+_INTERRUPTED = """
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from asa import cli
+from asa.cli import entry
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    return 0
+if {at_end}:
+    entry.run = lambda _: 0
+    atexit.register(interrupt)
+else:
+    entry.run = interrupt
+sys.argv = ["asa", "cluster"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("at_end", "codes"), [(False, (130,)), (True, (-signal.SIGINT,))])
+def test_an_interrupt_where_a_command_begins_or_ends_prints_no_traceback(at_end, codes):
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED.format(at_end=at_end)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode in codes

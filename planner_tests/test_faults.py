@@ -22,7 +22,7 @@ from asa.executor.training import checkpoint
 from asa.executor.training.stopping import PATIENCE_S, Patience
 from asa.interfaces.executor import Executor
 from asa.ir.measurements import EpochRecord
-from asa.launch import faults
+from asa.launch import faults, run_ranks
 from asa.launch.forking import fork_beside_threads
 from asa.scheduler import Announce, Policy, adapt
 from asa.strategies import offered
@@ -169,6 +169,34 @@ def test_patience_in_a_validation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         answers.append(patience.exhausted())
     assert saved == [4.0]
     assert answers.index(True) == 4 + int(PATIENCE_S), "the first over the limit"
+
+
+def _slow(rank: int, wrong: bool) -> int:
+    def act() -> int:
+        if wrong and rank == 1:
+            raise UsageError("wrong")
+        time.sleep(2.5 if rank == 0 else 0.0)
+        return rank
+
+    return Votes(1.0).patiently(act)
+
+
+def test_ranks_wait_for_one_that_works_longer_than_the_timeout() -> None:
+    assert run_ranks(2, _slow, False, threads=1) == [0, 1]
+    with pytest.raises(UsageError, match="wrong"):
+        run_ranks(2, _slow, True, threads=1)
+
+
+def test_a_metric_that_is_no_number_is_said_so_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strange.py").write_text(
+        "import torch\ndef metric():\n    return lambda outputs, labels: torch.full((len(labels),), float('nan'))\n"
+    )
+    result = _train(tmp_path / "run", metric="strange:metric")
+    assert [e["validation_accuracy"] for e in result["epochs"]] == [None, None]
+    assert "strange:metric is nan over the" in (tmp_path / "run" / "log.jsonl").read_text()
 
 
 def test_a_settings_timeout_reaches_the_command() -> None:

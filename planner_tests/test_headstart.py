@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -131,3 +132,15 @@ for check in (without, at_once):  # each in a process that has imported torch an
 def test_torchvision_comes_without_the_compiler_and_who_wants_it_gets_it_at_once() -> None:
     found = subprocess.run([sys.executable, "-c", _COMPILER_LATER], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+
+
+def test_a_model_that_cannot_be_built_is_left_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def build(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    monkeypatch.setattr("asa.zoo.models.build", build)
+    assert _ahead("cnn").take() is None
+    assert not told

@@ -418,6 +418,17 @@ def test_a_launcher_that_talks_nonsense_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value, words in (
+        ("LOCAL_WORLD_SIZE", "two", "LOCAL_WORLD_SIZE='two' is not a number"),
+        ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE=3 ranks on this machine are not 1 to WORLD_SIZE=1"),
+        ("LOCAL_RANK", "7", "LOCAL_RANK=7 is not one of 1 ranks on this machine"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK=-1 is not one of 1 ranks"),
+        ("TORCHELASTIC_RESTART_COUNT", "once", "TORCHELASTIC_RESTART_COUNT='once' is not a number"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(UsageError, match=words), join():
+                pass
     with pytest.raises(UnavailableError, match="MASTER_ADDR"), join(timeout_s=1):
         pass
 

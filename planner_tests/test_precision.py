@@ -12,10 +12,12 @@ import training
 
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
-from asa.errors import UnavailableError
+from asa.errors import UnavailableError, WorkersFailedError
+from asa.executor.model.votes import Votes
 from asa.executor.running import outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
+from asa.executor.training.precision import LossScale
 from asa.ir.plan import Plan
 from asa.profiler.machine import require_precision
 from asa.scheduler import adapt
@@ -92,3 +94,11 @@ def test_tf32_is_estimated_between_fp32_and_bf16() -> None:
         return max(t.forward.median for t in found.timings)
 
     assert seconds("bf16") < seconds("tf32") < seconds("fp32")
+
+
+def test_gradients_that_are_finite_at_no_scale_end_the_run() -> None:
+    scale, p = LossScale("fp16", 2 * LossScale.LEAST), torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.full((2,), torch.inf)
+    assert not scale.unscale([p], Votes())
+    with pytest.raises(WorkersFailedError, match="however small the loss is scaled; take bf16"):
+        scale.unscale([p], Votes())

@@ -202,7 +202,7 @@ def _is_old(p: Profile) -> bool:
     """Whether this machine may have another speed by now than when ``p`` was measured."""
     try:
         return time.time() - datetime.fromisoformat(p.provenance.created).timestamp() > OLD_S
-    except ValueError:  # a file by hand
+    except (ValueError, OverflowError):  # a file by hand
         return True
 
 

@@ -15,6 +15,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from asa.errors import UnavailableError
+from asa.launch.environments import is_launched
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -30,7 +31,7 @@ class Console:
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
-        self.first_rank = os.environ.get("RANK", "0") == "0"
+        self.first_rank = not is_launched() or os.environ["RANK"] == "0"
         self._document_to: TextIO | None = None
         self._document_printed = False
         self._bars: Progress | None = None
@@ -226,7 +227,7 @@ LINE_EVERY_S = 10.0
 def _alarm(line: Callable[[], str]) -> Iterator[bool]:
     """Context that writes ``line()`` to stderr every ten seconds, and whether it does: not outside the main thread, on
     a launcher's rank, or if the process uses SIGALRM itself."""
-    free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and "RANK" not in os.environ
+    free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL and not is_launched()
     if not free or threading.current_thread() is not threading.main_thread():
         yield False
         return

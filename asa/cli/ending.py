@@ -45,17 +45,18 @@ def terminable() -> Iterator[None]:
 def left_to_ranks(launched: bool) -> Iterator[None]:
     """Context in which SIGTERM is left to the ranks, which save first; a second one ends everything at once, without
     output. If this process is a rank that a launcher started (``launched``), it is held back until the others run, too.
-    Otherwise it raises :class:`Terminated` before ranks have begun, because there is nothing to save.
+    Otherwise it raises :class:`Terminated` before ranks have begun, because there is nothing to save, and is noted in
+    :data:`asa.launch.signals.missed` while they are started again.
     """
-    before, pending = signal.getsignal(signal.SIGTERM), False
+    before = signal.getsignal(signal.SIGTERM)
     handled = threading.current_thread() is threading.main_thread() and callable(before)
 
     def answer(_number: int, _frame: object) -> None:
-        nonlocal pending
         if not signals.begun:
             raise Terminated
-        pending = True
+        signals.missed = True
 
+    signals.missed = False
     if launched or not handled:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if handled:
@@ -66,5 +67,6 @@ def left_to_ranks(launched: bool) -> Iterator[None]:
         if handled:
             signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        if pending:
+        if signals.missed:
+            signals.missed = False
             signal.raise_signal(signal.SIGTERM)

@@ -59,12 +59,14 @@ def run(argv: Sequence[str]) -> int:
         # Of two names (a rename) the second is the target; the first may be a temporary file.
         if error.errno == errno.ENOMEM:
             return _internal(console, error, debug)
-        if error.errno == errno.ENOENT and not error.filename:
+        if error.errno == errno.ENOENT and not error.filename and _is_homeless():
             gone = "the working directory no longer exists; change to one that does"
             return _end(console, gone, UnavailableError.exit_code, debug)
         name = error.filename2 or error.filename
         where = f"{name}: " if name else ""
         remedy = _REMEDIES.get(error.errno or 0, "")
+        if "temporary directory" in str(error.strerror):
+            remedy = "; set TMPDIR to a folder that can be written"
         if str(name).startswith("/dev/shm/"):
             remedy = "; ranks share memory there: mount it so that it can be written (docker run --shm-size=1g)"
         return _end(console, f"{where}{error.strerror or error}{remedy}", UnavailableError.exit_code, debug)
@@ -72,8 +74,24 @@ def run(argv: Sequence[str]) -> int:
         if (error.name or "asa").partition(".")[0] == "asa":
             return _internal(console, error, debug)
         return _end(console, lacking(error.name or "a package"), UnavailableError.exit_code, debug)
+    except ImportError as error:
+        package = (error.name or "asa").partition(".")[0]
+        if package == "asa":
+            return _internal(console, error, debug)
+        remedy = "install it anew, or allow this process more memory"
+        what = f"{package} is installed and cannot be loaded: {error}; {remedy}"
+        return _end(console, what, UnavailableError.exit_code, debug)
     except Exception as error:
         return _internal(console, error, debug)
+
+
+def _is_homeless() -> bool:
+    """Whether the working directory no longer exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def dispatch(argv: Sequence[str], console: Console) -> int | None:

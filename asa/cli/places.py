@@ -28,7 +28,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import Staleness
 from asa.profiler.paths import slug
-from asa.reading import open_regular
+from asa.reading import open_regular, read_bytes
 
 T = TypeVar("T")
 
@@ -140,9 +140,13 @@ def plan_path(plan: Plan) -> Path:
 def keep_origins(*made_from: Profile | Cluster) -> None:
     """Store the profile and cluster of a plan, for explaining it, running it elsewhere, or planning again."""
     for noun in made_from:
-        path = ORIGINS / f"{codec.fingerprint(noun)}.json"
-        if not path.is_file():
-            codec.save(noun, path)
+        path, text = ORIGINS / f"{codec.fingerprint(noun)}.json", codec.dumps(noun)
+        try:
+            stored = read_bytes(path) == text.encode()
+        except InvalidInputError:
+            stored = False
+        if not stored:  # there is none, or it was damaged
+            codec.write(text, path)
 
 
 def origin(cls: type[T], fingerprint: str) -> list[T]:
@@ -327,7 +331,7 @@ def newest_plan(text: str | None) -> tuple[Path, Plan]:
     if text is not None:
         path = Path(text)
     else:
-        plans = sorted(PLANS.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        plans = sorted((p for p in PLANS.glob("*.json") if p.exists()), key=lambda p: p.stat().st_mtime)
         if not plans:
             raise InvalidInputError(f"no plan in {PLANS}/; make one with `asa plan`, or name a plan file")
         path = plans[-1]

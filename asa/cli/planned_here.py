@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
+from asa.launch.environments import is_launched
 from asa.zoo import specs
 
 OPTIONS = (
@@ -36,7 +36,7 @@ def names_a_model(args: Arguments) -> bool:
         UsageError: options for planning are given together with a finished plan.
     """
     if args.plan is not None and not places.looks_like_file(args.plan) and not Path(args.plan).exists():
-        if "RANK" in os.environ:  # each rank of a launcher would measure, and could get another plan
+        if is_launched():  # each rank of a launcher would measure, and could get another plan
             raise UsageError(
                 f"a launcher's ranks need a plan that is made: `asa plan {args.plan}` first, then its file"
             )

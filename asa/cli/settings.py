@@ -177,7 +177,7 @@ def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
             continue
         try:
             table: Any = tomllib.loads(read_text(path))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # of TOML, or of a number of thousands of digits
             raise InvalidInputError(f"{path.name}: {error}") from None
         for key in inside:
             table = table.get(key, {}) if isinstance(table, dict) else {}

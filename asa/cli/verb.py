@@ -70,6 +70,8 @@ class Option:
             return text.lower() in TRUE
         if not text.strip() and self.parse is str:
             raise ValueError("an empty text is no value; leave it out")
+        if "\0" in text:
+            raise ValueError("a text has no null characters")
         if self.choices and text not in self.choices:
             raise ValueError(f"{text!r} is none of {', '.join(self.choices)}")
         return self.parse(text)

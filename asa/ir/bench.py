@@ -14,12 +14,13 @@ from asa.ir.profile import Precision, Stat
 
 @noun
 class AccuracyPoint:
-    """Validation results after ``epoch`` epochs (fractional inside an epoch) and ``seconds`` of training."""
+    """Validation results after ``epoch`` epochs (fractional inside an epoch) and ``seconds`` of training. A loss that
+    is not finite is None."""
 
     epoch: float
     seconds: float
-    train_loss: float
-    validation_loss: float
+    train_loss: float | None
+    validation_loss: float | None
     validation_accuracy: float
 
 

@@ -188,9 +188,15 @@ def write(text: str, path: Path) -> None:
 
     Raises:
         OSError: it cannot be written; names ``path``.
+        UsageError: it has the name of a file that is not UTF-8.
     """
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        name = text[max(0, error.start - 20) : error.end + 20]
+        raise UsageError(f"{path} cannot hold {name!a}, which is not UTF-8; rename that file or folder") from None
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.write_bytes(data)
 
 
 @contextmanager
@@ -213,11 +219,15 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".tmp")
+    except OSError as error:
+        raise _naming(error, path) from error
     os.close(handle)
     try:
         yield Path(name)
-        os.chmod(name, 0o644)
+        with suppress(PermissionError):  # some file systems have no permissions
+            os.chmod(name, 0o644)
         os.replace(name, target)
     except OSError as error:
         Path(name).unlink(missing_ok=True)

@@ -1,8 +1,10 @@
-"""Ranks in separate environments (such as network namespaces), which connect at an address that all can reach."""
+"""Ranks in separate environments (such as network namespaces), which connect at an address that all can reach, and
+those of a launcher."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +22,13 @@ class Environment:
 
 HERE = Environment()
 """The environment of the process that starts the ranks, unchanged."""
+
+
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the variables of a launcher say that this process is one of several ranks. One of them alone says
+    nothing."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
 
 _CURRENT: ContextVar[Environment] = ContextVar("environment", default=HERE)
 

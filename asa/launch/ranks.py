@@ -123,6 +123,9 @@ def run_ranks(
         with _sigterm(crew, forward_sigterm, idle_until_begun):
             try:
                 with held_while_starting(forward_sigterm):  # delivered once ranks have their handlers
+                    if forward_sigterm and signals.missed:
+                        signals.missed = False
+                        signal.raise_signal(signal.SIGTERM)
                     crew.start(function, args)
                 if once_started is not None:
                     once_started()

@@ -17,6 +17,8 @@ begun = False
 """Whether ranks that this process started have begun a step."""
 asked = False
 """Whether ranks that this process started were asked to stop. They may have come to their end before."""
+missed = False
+"""Whether SIGTERM came between two starts of the ranks, when there was none to pass it on to."""
 _TERM = {signal.SIGTERM, signal.SIGHUP}
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
+import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,9 +22,16 @@ from torch.distributed.rendezvous import rendezvous
 from asa.errors import UnavailableError, UsageError
 from asa.launch import faults
 from asa.launch.devices import cuda_devices
+from asa.launch.environments import is_launched
 from asa.launch.heap import keep_freed_memory
+<<<<<<< HEAD
 from asa.launch.worker import come_late, form_group, leave_group
+=======
+from asa.launch.worker import PR_SET_PDEATHSIG, come_late, form_group
+>>>>>>> run
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Variable in which torchrun counts how often it has started all ranks again."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """If set to 1, torchrun creates a store for the ranks instead of sharing that of an agent."""
 _LOOK_S = 0.01
@@ -41,7 +51,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is one of several ranks: in a process group, or with the environment variables of a
     launcher."""
     in_group: bool = dist.is_available() and dist.is_initialized()
-    return in_group or ("RANK" in environment and "WORLD_SIZE" in environment)
+    return in_group or is_launched(environment)
 
 
 def agent(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -57,6 +67,12 @@ def agent(environment: Mapping[str, str] = os.environ) -> str | None:
     return f"{socket.gethostname()} {number} {began}"
 
 
+def stop_with_agent() -> None:
+    """Let the system send this process SIGTERM when the torchrun agent that started it has ended (Linux)."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 @contextlib.contextmanager
 def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunRank]:
     """Context in which this process is the rank given by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
@@ -66,7 +82,7 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
     :class:`~asa.launch.Latecomer`.
 
     Raises:
-        UsageError: there is no launcher, or its variables are not valid numbers.
+        UsageError: there is no launcher, or its variables are no numbers, or contradict each other.
         UnavailableError: the rendezvous failed, or there are fewer CUDA devices than local ranks.
     """
     if dist.is_initialized():
@@ -77,6 +93,7 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
     place = TorchrunRank(rank=_number("RANK"), num_ranks=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", 0))
     if not 0 <= place.rank < place.num_ranks:
         raise UsageError(f"RANK={place.rank} is not one of WORLD_SIZE={place.num_ranks} ranks; they count from 0")
+    _check_local(place)
     if backend == "nccl" and place.local_rank >= cuda_devices():
         raise UnavailableError(
             f"local rank {place.local_rank} needs a CUDA device of its own, this machine has {cuda_devices()}; "
@@ -99,6 +116,20 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
     yield place
     if not late:
         leave_group()
+
+
+def _check_local(place: TorchrunRank) -> None:
+    """Check the launcher's other variables, which a rank reads later.
+
+    Raises:
+        UsageError: one is no number, or not possible.
+    """
+    _number(RESTARTS, 0)
+    here = _number("LOCAL_WORLD_SIZE", place.num_ranks)
+    if not 1 <= here <= place.num_ranks:
+        raise UsageError(f"LOCAL_WORLD_SIZE={here} ranks on this machine are not 1 to WORLD_SIZE={place.num_ranks}")
+    if not 0 <= place.local_rank < here:
+        raise UsageError(f"LOCAL_RANK={place.local_rank} is not one of {here} ranks on this machine; they count from 0")
 
 
 def _remedy(environment: Mapping[str, str]) -> str:

@@ -29,7 +29,8 @@ from asa.launch import alive, faults
 from asa.launch.environments import Environment
 from asa.launch.heap import keep_freed_memory
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): the signal that a process gets when its parent ends."""
 
 # gloo's messages begin with a position in its source code.
 _PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?")
@@ -254,7 +255,7 @@ def _guard(parent: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 

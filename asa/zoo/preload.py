@@ -12,8 +12,6 @@ from threading import Thread
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from asa.errors import AsaError
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -97,7 +95,7 @@ class ModelPreload:
     def _make(self) -> None:
         from asa.zoo.models import build
 
-        with contextlib.suppress(AsaError):  # the later build reports the error
+        with contextlib.suppress(Exception):  # the later build reports the error
             self._model = build(
                 self._spec, num_classes=self._num_classes, input_shape=self._input_shape, seed=self._seed, tried=True
             )

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from asa.api.arguments import check_loader, check_model, check_optimizer, read
 from asa.api.calls import Call
 from asa.api.job.executor import UserData, UserExecutor
-from asa.api.job.log import begin, concluded, known
+from asa.api.job.log import begin, concluded
 from asa.api.job.loss import LossWeight, copied
 from asa.api.job.schedules import Schedules
 from asa.api.job.validation import Metric
@@ -55,7 +55,7 @@ from asa.executor.model.template import TracedTemplate
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
-from asa.executor.training.logs import RunLog
+from asa.executor.training.logs import RunLog, known
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster

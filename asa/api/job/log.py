@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from asa.api.rank_context import RankContext
 from asa.errors import AsaError
@@ -37,11 +35,6 @@ def begin(
             "out": str(log.folder),
         }
     )  # fmt: skip
-
-
-def known(event: dict[str, Any]) -> dict[str, Any]:
-    """``event`` with None for numbers that are unknown, because JSON has no NaN."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
 
 
 @contextmanager

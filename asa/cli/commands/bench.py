@@ -103,8 +103,10 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
         comparisons=tuple(x for contest in contests for x in contest.comparisons),
         notes=tuple(n for contest in contests for n in c.notes(contest)),
     )
-    paths = page.write(bench, folder)
-    console.result(codec.document(bench), lambda: report.render(bench, verbose=args.verbose))
+    try:
+        paths = page.write(bench, folder)
+    finally:  # also if the disk is full: what was measured is told
+        console.result(codec.document(bench), lambda: report.render(bench, verbose=args.verbose))
     console.say(f"asa: wrote {paths[0]} and {len(paths) - 1} files beside it")
     if interruption is not None:
         raise interruption

@@ -24,6 +24,7 @@ from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
 from asa.launch import signals
 from asa.launch.devices import check_cuda, usable_cores
+from asa.launch.environments import is_launched
 from asa.profiler.paths import slug
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
@@ -55,7 +56,7 @@ def _run(args: Arguments, console: Console) -> None:
     # Usually before the slow import of torch, so that errors appear at once.
     path, plan, out = plan_and_folder(args, console)
     if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a settings file applies to all commands and plans
-        if not args.resume or args.rehearse is not None or args.no_replan or "RANK" in os.environ:
+        if not args.resume or args.rehearse is not None or args.no_replan or is_launched():
             raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
         from asa.cli.replanning import regroup
 
@@ -64,7 +65,7 @@ def _run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
-    if "RANK" not in os.environ and args.device in ("cuda", "auto") and "cuda" in (args.device, plan.device_type):
+    if not is_launched() and args.device in ("cuda", "auto") and "cuda" in (args.device, plan.device_type):
         check_cuda(plan.num_processes, "train with --device cpu")
     if args.resume:
         recall(args, out, console)
@@ -74,7 +75,7 @@ def _run(args: Arguments, console: Console) -> None:
     if known_classes and plan.sample_shape and not isinstance(args.device, emulated.EmulatedName):
         specs.check_classes(args.data, known_classes, plan.num_classes)
     traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
-    with left_to_ranks("RANK" in os.environ), places.keeping(console, *traces):
+    with left_to_ranks(is_launched()), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
 
 
@@ -87,7 +88,7 @@ def _check_launched(plan: Plan, out: Path) -> None:
     """
     started, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE")
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (out / "agent").exists()
-    known = "RANK" in os.environ and started.isdecimal() and started == here and not again
+    known = is_launched() and started.isdecimal() and started == here and not again
     if known and int(started) != plan.num_processes:
         raise wrong_number(plan, int(started))
 
@@ -141,11 +142,12 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         for line in [*summary(result["summary"]), *(aim(result["aim"], settings.metric) if "aim" in result else [])]:
             console.line(folded(line))
         # A launcher's ranks are not children of this process, and count as others.
-        own = plan.device_type == "cpu" and not pretended and "RANK" not in os.environ
+        own = plan.device_type == "cpu" and not pretended and not is_launched()
         if own and (busy := others_work(others.cores, usable_cores(), plan.num_processes)):
             console.line(folded(f"{busy} meanwhile: a prediction is of a quiet machine"))
     console.document(result)
-    console.say(f"asa: wrote {out}/result.json")
+    written = (out / "result.json").is_file()
+    console.say(f"asa: wrote {out}/result.json" if written else f"asa: {out}/result.json could not be written")
     if args.trace and console.first_rank:
         console.say(f"asa: {save_timelines(plan, out, console)}")
 
@@ -229,7 +231,7 @@ def print_event(
     match event["event"]:
         case "start":
             console.say(f"asa: {event['model']} on {ranks(event['ranks'])}; {event['data'][0]}")
-            if "RANK" not in os.environ:
+            if not is_launched():
                 console.say(f"asa: the same under torchrun: {event['torchrun']}", verbatim=True)
         case "steps":
             waiting = f", {100 * event['data_wait_share']:.0f} % data" if event["data_wait_share"] >= _NOTABLE else ""
@@ -265,7 +267,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     if not args.resume:
         if args.out:
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
-            if "RANK" not in os.environ:  # a launcher's ranks may be a restart of that run
+            if not is_launched():  # a launcher's ranks may be a restart of that run
                 places.check_free(Path(args.out))
                 places.check_unused(Path(args.out))
                 if (Path(args.out) / "log.jsonl").is_file():
@@ -281,14 +283,38 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     if not out.exists():
         raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
     plan_file = out / "plan.json"
-    if "RANK" not in os.environ:  # a launcher's first rank holds the lock while the others start
+    if not is_launched():  # a launcher's first rank holds the lock while the others start
         places.check_free(out)
-    if not args.plan and not plan_file.is_file():
-        raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
     if has_model:  # continue under a new plan or another discipline
         return *planned_here.planned(args, console), out
-    path, plan = places.newest_plan(args.plan or str(plan_file))
+    if not args.plan and not os.path.lexists(plan_file):
+        return plan_file, _plan_of_checkpoint(out, console), out
+    try:
+        path, plan = places.newest_plan(args.plan or str(plan_file))
+    except InvalidInputError as error:
+        if args.plan:
+            raise
+        remedy = "remove it, and that of the newest checkpoint is taken"
+        raise InvalidInputError(f"{error}; {remedy}") from None
     return path, plan, out
+
+
+def _plan_of_checkpoint(out: Path, console: Console) -> Plan:
+    """The plan of the newest checkpoint in ``out``, whose own is lost.
+
+    Raises:
+        NoCheckpointError: there is none.
+    """
+    if any((out / "checkpoints").glob("step_*")):  # else torch is not imported
+        from asa.executor.training.checkpoint import newest_manifest
+
+        manifest = newest_manifest(out / "checkpoints")
+        if manifest is not None:
+            console.say(f"asa: {out} has no plan.json; the plan is that of its checkpoint of step {manifest.step}")
+            return manifest.plan
+    raise NoCheckpointError(
+        f"no run in {out} to resume: it has no plan.json and no checkpoint; leave out --resume to start anew"
+    )
 
 
 _RECALLED = (

@@ -70,11 +70,19 @@ class SharedWeights(Conduct):
                 handle, name = tempfile.mkstemp(
                     prefix="asa-hogwild-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
                 )
-                os.truncate(handle, self._flat.total * self._flat.parameters[0].element_size())
+                size = self._flat.total * self._flat.parameters[0].element_size()
+                os.truncate(handle, size)
+                if hasattr(os, "posix_fallocate"):  # else the rank that first writes where no memory is left is killed
+                    os.posix_fallocate(handle, 0, size)
                 self._votes.store_value(f"/proc/{os.getpid()}/fd/{handle}")
                 weakref.finalize(self, os.close, handle)
             except OSError as failure:
-                error = f"no shared memory for {self._flat.total} weights: {failure.strerror}"
+                error = (
+                    f"no memory in {_SHARED_MEMORY} for {self._flat.total} weights that ranks share: "
+                    f"{failure.strerror}; give it more (docker run --shm-size=1g), or train under ps_async"
+                )
+                if name:
+                    Path(name).unlink(missing_ok=True)
         name, error = self._votes.tell([name, error])
         if error:
             raise UnavailableError(error)

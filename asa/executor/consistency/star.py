@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -85,7 +86,9 @@ class Coordinator:
         self._round_step_s: dict[int, float] = {}
         self._met_at = 0.0
         """When a rank last sent a message of a round, or all had time to connect to one that came back."""
-        self._next = self._end = 0
+        self._first = self._next = self._end = 0
+        self._due = math.inf
+        """When no more samples are handed out, though some are left: a checkpoint is due."""
         self._epoch = -1
         self._stopping = False
         self._changed = threading.Condition()
@@ -134,10 +137,15 @@ class Coordinator:
             if since is not None and now - max(since, self._met_at) > patience:
                 self._lose(rank, f"sent nothing for {now - since:.0f} s")
 
-    def begin(self, epoch: int, position: int, end: int, *, step: int = 0, statistics: Tensor | None = None) -> None:
-        """Offer samples ``position`` to ``end`` of the run as tickets in ``epoch``."""
+    def begin(
+        self, epoch: int, position: int, end: int, *, step: int = 0, statistics: Tensor | None = None,
+        most_s: float = math.inf,
+    ) -> None:  # fmt: skip
+        """Offer samples ``position`` to ``end`` of the run as tickets in ``epoch`` (or another part of the run with a
+        number of its own), for ``most_s`` seconds."""
         with self._changed:
             self._epoch, self._next, self._end, self._stopping = epoch, position, end, False
+            self._first, self._due = position, time.monotonic() + most_s
             empty = torch.empty(0, dtype=torch.float64)
             self._entry = Entry(
                 epoch=epoch, position=position, step=step, statistics=empty if statistics is None else statistics
@@ -217,7 +225,8 @@ class Coordinator:
                     return self._next, AT_NEED
                 self._changed.wait(timeout=_LOOK_S)
             start = self._next
-            count = 0 if self._stopping or rank not in self.live else min(samples, self._end - start)
+            over = self._stopping or (start > self._first and time.monotonic() > self._due)
+            count = 0 if over or rank not in self.live else min(samples, self._end - start)
             self._next += count
             self._open = self._open and count > 0
             self._open_tickets[rank], self._ticket_at[rank] = [*begun, count], time.monotonic()
@@ -285,6 +294,8 @@ class StarVotes(Votes):
     ``returning`` are ranks that are started again if they are lost. ``snapshots`` is where a server on this rank stores
     its state.
     """
+
+    bounded = False
 
     def __init__(
         self, timeout_s: float = 300.0, *, returning: Collection[int] = (), snapshots: Snapshots | None = None

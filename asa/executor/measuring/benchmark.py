@@ -285,9 +285,11 @@ def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, ep
         assert counter is not None  # None only if validation may be given up
         figures = [*counter.take(), *entrant.counter.take()]
     loss, hits, rows, train_loss, _, train_rows = (sum(c) for c in zip(*votes.gather(figures), strict=True))
+    losses = (train_loss / max(train_rows, 1.0), loss / max(rows, 1.0))
+    known = [value if math.isfinite(value) else None for value in losses]
     return AccuracyPoint(
-        epoch=epoch, seconds=seconds, train_loss=train_loss / max(train_rows, 1.0),
-        validation_loss=loss / max(rows, 1.0), validation_accuracy=hits / max(rows, 1.0),
+        epoch=epoch, seconds=seconds, train_loss=known[0], validation_loss=known[1],
+        validation_accuracy=hits / max(rows, 1.0),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from asa.executor.consistency import conduct_of
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.measuring import plain_training
 from asa.executor.measuring.model_copies import ModelCopies
-from asa.executor.measuring.tolerance import DRIFT, compressed, distance, norm, relative_error
+from asa.executor.measuring.tolerance import DRIFT, compressed, distance, loss_error, noise, norm, relative_error
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.reasons import reasons
@@ -267,17 +267,18 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
         error, floor = (relative_error(t.weights[name], reference) for t in (outcome.plan64, one.permuted64))
+        floor = noise(floor)
         allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
         tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
     worst = max(tensors, key=lambda t: t.error / t.allowed)
     losses = zip(outcome.plan64.losses, one.one64.losses, one.permuted64.losses, strict=True)
-    loss_error, loss_allowed = max(
-        ((abs(a - b) / abs(b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * abs(c - b) / abs(b))) for a, b, c in losses),
+    of_loss, loss_allowed = max(
+        ((loss_error(a, b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * noise(loss_error(c, b)))) for a, b, c in losses),
         key=lambda loss: loss[0] / loss[1],
     )
     error, allowed, name = _worst_gradient(outcome.plan32, one.one32, one.one64, one.permuted32)
     training = outcome.training
-    fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
+    fine = all(t.error <= t.allowed for t in tensors) and of_loss <= loss_allowed and error <= allowed
     fine = fine and (training is None or training.error <= training.allowed)
     discipline = plan.consistency
     promised = discipline is None or discipline.exact(plan.optimizer)
@@ -286,7 +287,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         changes = (f"{discipline} changes training: {CHANGES[discipline.name]}",)
     verdict = Equivalence(
         equivalent=fine and promised, max_rel_error=worst.error, noise_floor=max(t.floor for t in tensors),
-        worst_tensor=worst.name, allowed=worst.allowed, loss_error=loss_error, loss_allowed=loss_allowed,
+        worst_tensor=worst.name, allowed=worst.allowed, loss_error=of_loss, loss_allowed=loss_allowed,
         gradient_error_fp32=error, worst_gradient=name, gradient_allowed_fp32=allowed,
         dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
         ranks=plan.num_processes, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
@@ -298,7 +299,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     if plan.compression == "none":
         return verdict
     gradients = one.one32.gradients
-    rounding = max(distance(t.gradients, gradients) for t in (one.permuted32, one.one64))
+    rounding = max(noise(distance(t.gradients, gradients)) for t in (one.permuted32, one.one64))
     return compressed(
         verdict, plan.compression, weights=distance(outcome.plan64.weights, one.one64.weights),
         gradients=distance(outcome.plan32.gradients, gradients), rounding=FLOOR_FACTOR * rounding,
@@ -313,7 +314,7 @@ def _worst_gradient(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace
     for name, reference in one32.gradients.items():
         error, shuffled = (relative_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
         # Shards of a convolution may use another algorithm with other rounding, which a permutation does not show.
-        floor = max(shuffled, relative_error(one64.gradients[name], reference, least))
+        floor = max(noise(shuffled), noise(relative_error(one64.gradients[name], reference, least)))
         errors.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
     return max(errors, key=lambda g: g[0] / g[1])
 

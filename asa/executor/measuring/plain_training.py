@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from asa.executor.consistency import conduct_of
-from asa.executor.measuring.tolerance import distance, relative_error
+from asa.executor.measuring.tolerance import distance, loss_error, noise, relative_error
 from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
@@ -257,7 +257,7 @@ def compared(
     """
     losses = max(
         (
-            Deviation("losses", abs(a - b) / abs(b), max(tolerance, floor_factor * abs(c - b) / abs(b)))
+            Deviation("losses", loss_error(a, b), max(tolerance, floor_factor * noise(loss_error(c, b))))
             for a, b, c in zip(trained[0], plain[0], turned[0], strict=True)
         ),
         key=_share,
@@ -271,7 +271,7 @@ def compared(
     for name, reference in plain[1].items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
-        floor = relative_error(turned[1][name], reference)
+        floor = noise(relative_error(turned[1][name], reference))
         # Tensors that a trace does not use are not in the plan, and training does not change them.
         error = relative_error(trained[1][name], reference) if name in trained[1] else 0.0
         tensors.append(Deviation(name, error, max(tolerance, floor_factor * floor)))

@@ -25,6 +25,24 @@ DRIFT = 0.1
 """Relative tolerance of losses and weights after all steps, because training amplifies differences of the gradients."""
 
 
+UNLIKE = 1e300
+"""Error of what is not a number or infinite, which documents do not hold."""
+
+
+def _stated(error: float) -> float:
+    return error if error < UNLIKE else UNLIKE
+
+
+def noise(error: float) -> float:
+    """The ``error`` of one device against itself, as a floor for others; 0 if there was no number to compare."""
+    return error if error < UNLIKE else 0.0
+
+
+def loss_error(value: float, reference: float) -> float:
+    """Relative error of a loss."""
+    return 0.0 if value == reference else _stated(abs(value - reference) / max(abs(reference), 1e-300))
+
+
 def distance(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """Norm of the difference of all real tensors as one vector, over the norm of ``reference``. Equal infinities differ
     by 0."""
@@ -34,7 +52,7 @@ def distance(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> f
     )
     references = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in names)
     delta, total = (sum(float(torch.sum(t**2)) for t in each) for each in (differences, references))
-    return float((delta / max(total, 1e-300)) ** 0.5)
+    return _stated(float((delta / max(total, 1e-300)) ** 0.5))
 
 
 def norm(x: Tensor) -> float:
@@ -51,7 +69,7 @@ def relative_error(value: Tensor, reference: Tensor, least: float = 0.0) -> floa
     same = value == reference  # also equal infinities of a mask, whose difference would be NaN
     delta = norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
     finite = torch.where(reference.isinf(), 0.0, reference)
-    return 0.0 if delta == 0 else delta / max(norm(finite), least, 1e-300)
+    return 0.0 if delta == 0 else _stated(delta / max(norm(finite), least, 1e-300))
 
 
 def compressed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ import asa.errors
 from asa.errors import AsaError, WorkersFailedError, place_of
 
 T = TypeVar("T")
+_LOOKS = 4
+"""How often within the timeout ranks that are done hear that another one still works."""
 
 
 class Votes:
@@ -23,6 +26,9 @@ class Votes:
     Text is sent as JSON, never as pickles. Without a process group there is one rank, and every result is its own
     value.
     """
+
+    bounded = True
+    """Whether a rank waits for the others no longer than the timeout."""
 
     def __init__(self, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
@@ -153,3 +159,37 @@ class Votes:
                 error = caught
         self.agree(error)
         return result
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """The result of ``action`` on this rank, once those of all ranks are done (collective). They may take longer
+        than the timeout, as reading files may; a rank that is gone is noticed all the same.
+
+        Raises:
+            AsaError: ``action`` failed on a rank; see :meth:`agree`.
+        """
+        done, broken = threading.Event(), list[BaseException]()
+
+        def wait() -> None:
+            try:
+                while not self.everyone(done.wait(self._timeout_s / _LOOKS)):
+                    pass
+            except BaseException as caught:
+                broken.append(caught)
+
+        result: T | None = None
+        error: Exception | None = None
+        waiting = threading.Thread(target=wait, daemon=True) if self.bounded and self.num_ranks > 1 else None
+        if waiting is not None:
+            waiting.start()
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        finally:
+            done.set()
+            if waiting is not None:
+                waiting.join()
+        if broken:
+            raise broken[0]
+        self.agree(error)
+        return result  # type: ignore[return-value]

@@ -1,8 +1,9 @@
 """Training by workers that do not wait for one another: each takes samples when it is ready for them.
 
 The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`, with three differences.
-Samples are handed out on request. Figures are combined only at the end of an epoch. The run continues without a lost
-worker (:mod:`asa.executor.consistency.star`), and a process that takes its place enters the running epoch.
+Samples are handed out on request. Figures are combined only at the end of an epoch and at checkpoints in it. The run
+continues without a lost worker (:mod:`asa.executor.consistency.star`), and a process that takes its place enters the
+running epoch.
 
 Every sample is handed out once. Samples of a lost worker are not trained on, and neither are those whose gradient was
 rejected as too old. So a sample counts at most once, and the log says how many did not count.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
@@ -24,7 +25,7 @@ from asa.errors import WorkersFailedError
 from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import AT_NEED, StarVotes
 from asa.executor.running.loop import TrainingExecutor
-from asa.executor.training.stopping import VOTE_EVERY_S
+from asa.executor.training.stopping import PATIENCE_S, VOTE_EVERY_S
 from asa.executor.training.worker import LossCounter
 from asa.instruments.devices import ProcessorUse
 from asa.interfaces.executor import EpochOutcome, Look
@@ -38,17 +39,34 @@ _AT_NEED = (0, AT_NEED, torch.empty(0, dtype=torch.int64))
 """In place of a ticket: it must be asked for when it is needed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """A part of an epoch, up to its end or to a checkpoint in it: the number of ``samples`` that were handed out, the
+    sum of losses over ``rows`` of them, ``seconds`` of the slowest worker, and the mean utilization of the CPU of every
+    worker that is left (``busy``). All are equal on all ranks."""
+
+    samples: int
+    loss: float
+    rows: float
+    seconds: float
+    busy: list[float]
+
+
 class AsynchronousExecutor(TrainingExecutor):
     """Trains under a discipline whose workers run independently. Its votes are :class:`StarVotes`."""
 
     _votes: StarVotes
+    _asked_to_stop = False
+    """Whether a rank was asked to stop in the last stretch."""
+    _turn = 0
+    """Number of the stretch."""
 
     def enter(self) -> bool:
         """Enter the running epoch in the place of a lost rank; returns False if the run is over."""
         entry, conduct = self._votes.enter(), self._worker.conduct
         if entry is None or conduct is None:
             return False
-        self._position, self._step = entry.position, entry.step
+        self._position, self._step, self._turn = entry.position, entry.step, entry.epoch - 1
         put_statistics(self.model, entry.statistics)
         conduct.enter()
         return True
@@ -66,43 +84,66 @@ class AsynchronousExecutor(TrainingExecutor):
         """
         del look  # the plan stays
         self._check_turn(epoch)
-        began, votes = time.perf_counter(), self._votes
-        start = self._position
+        if self._asked_to_stop:
+            self._preempt()
+        began, start = time.perf_counter(), self._position
         first = epoch * self._order.samples_per_epoch
         end = first + min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
-        if votes.coordinator is not None:
-            votes.coordinator.begin(epoch, start, end, step=self._step, statistics=statistics_of(self.model))
-        self.model.train()
-        counter, cores = LossCounter(self.model.device), ProcessorUse()
-        steps = self._take(epoch, start, end, counter)
-        self._worker.synchronize()
-        seconds, busy = time.perf_counter() - began, cores.busy
-        loss, hits, rows = counter.take()
-        stopping = self._stop.requested
-        rows_of_ranks = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds, busy])
-        position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
-        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
-        if not math.isfinite(loss):
-            raise self._diverged(epoch)
-        self._say_what_was_counted(epoch, [int(rank[4]) for rank in rows_of_ranks], position - start)
-        self._position = position
-        self._step += -(-(position - start) // self.plan.global_batch)
-        if any(rank[3] > 0 for rank in rows_of_ranks) and position < end:
-            self._preempt()
+        stretches = [self._train_a_stretch(epoch, end)]
+        while self._position < end:
+            if self._asked_to_stop:
+                self._preempt()
+            if not stretches[-1].samples:  # nobody is left who takes any
+                break
+            self._save()
+            stretches.append(self._train_a_stretch(epoch, end))
         self._position = (epoch + 1) * self._order.samples_per_epoch
         validated = self._validate()
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
-            train_loss=loss / max(1.0, rows),
+            train_loss=math.fsum(s.loss for s in stretches) / max(1.0, math.fsum(s.rows for s in stretches)),
             validation_loss=validated[0],
             validation_accuracy=validated[1],
             learning_rate=self._rate_at(max(start, end - self.plan.global_batch), self.plan.global_batch),
             measurements=self._measured(
-                max(rank[5] for rank in rows_of_ranks),
-                (position - start) / self.plan.global_batch,
-                [rows_of_ranks[rank][6] for rank in votes.live if rank in self.processes],
+                math.fsum(s.seconds for s in stretches),
+                sum(s.samples for s in stretches) / self.plan.global_batch,
+                stretches[-1].busy,
             ),
+        )
+
+    def _train_a_stretch(self, epoch: int, end: int) -> _Stretch:
+        """Train until all samples before ``end`` are handed out, a checkpoint is due, or a rank is asked to stop
+        (collective)."""
+        began, votes, start = time.perf_counter(), self._votes, self._position
+        self._turn += 1
+        if votes.coordinator is not None:
+            votes.coordinator.begin(
+                self._turn, start, end, step=self._step, statistics=statistics_of(self.model),
+                most_s=self._saving.interval_s,
+            )  # fmt: skip
+        self.model.train()
+        counter, cores = LossCounter(self.model.device), ProcessorUse()
+        steps = self._take(epoch, start, end, counter)
+        self._worker.synchronize()
+        seconds, busy = time.perf_counter() - began, cores.busy
+        own = [*counter.take(), float(self._stop.requested), float(steps), seconds, busy]
+        figures = votes.gather(own)
+        position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
+        loss, _, rows = (math.fsum(rank[i] for rank in figures) for i in range(3))
+        if not math.isfinite(loss):
+            raise self._diverged(epoch)
+        self._say_what_was_counted(epoch, [int(rank[4]) for rank in figures], position - start)
+        self._position = position
+        self._step += -(-(position - start) // self.plan.global_batch)
+        self._asked_to_stop = any(rank[3] > 0 for rank in figures)
+        return _Stretch(
+            samples=position - start,
+            loss=loss,
+            rows=rows,
+            seconds=max(rank[5] for rank in figures),
+            busy=[figures[rank][6] for rank in votes.live if rank in self.processes],
         )
 
     def _take(self, epoch: int, start: int, end: int, counter: LossCounter) -> int:
@@ -110,7 +151,7 @@ class AsynchronousExecutor(TrainingExecutor):
         if self.model.idle:
             return 0
         steps, announced_at = 0, time.monotonic()
-        for at, count, indices in self._tickets(epoch, end):
+        for at, count, indices in self._tickets(end):
             self._rate_at(at, count)
             self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, counter=counter)
             steps += 1
@@ -133,39 +174,39 @@ class AsynchronousExecutor(TrainingExecutor):
             f"the loss is no longer finite in epoch {epoch}; lower the learning rate with --lr{others}"
         )
 
-    def _tickets(self, epoch: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+    def _tickets(self, end: int) -> Iterator[tuple[int, int, Tensor]]:
         """Position, number of samples and global batch of each step of this worker, until none are left.
 
         The ticket of the next step is asked for before a step, so that its message travels while this worker computes.
         Not so if fewer samples than a global batch are left, because a slow worker would then keep them from the
         others.
         """
-        following = self._ticket(epoch)
+        following = self._ticket()
         while following is not None:
             at, count, indices = following
             early = at + count + self.plan.global_batch <= end
             if early:
-                self._request_ticket(epoch, ahead=True)
+                self._request_ticket(ahead=True)
             if early and self._worker.prefetches:
-                following = self._requested_ticket(epoch)
+                following = self._requested_ticket()
                 if following is not None and following is not _AT_NEED:
                     self._worker.expect(partial(itemgetter(2), following))
             yield at, count, indices
             if early and not self._worker.prefetches:
-                following = self._requested_ticket(epoch)
+                following = self._requested_ticket()
             if not early or following is _AT_NEED:
-                following = self._ticket(epoch)
+                following = self._ticket()
 
-    def _ticket(self, epoch: int) -> tuple[int, int, Tensor] | None:
+    def _ticket(self) -> tuple[int, int, Tensor] | None:
         """The next ticket with which this worker can take a step; None if there is none."""
-        self._request_ticket(epoch)
-        return self._requested_ticket(epoch)
+        self._request_ticket()
+        return self._requested_ticket()
 
-    def _request_ticket(self, epoch: int, *, ahead: bool = False) -> None:
+    def _request_ticket(self, *, ahead: bool = False) -> None:
         most = self._rows(self.plan.global_batch)
-        self._votes.request_ticket(epoch, most, stop=self._stop.requested, ahead=ahead)
+        self._votes.request_ticket(self._turn, most, stop=self._stop.requested, ahead=ahead)
 
-    def _requested_ticket(self, epoch: int) -> tuple[int, int, Tensor] | None:
+    def _requested_ticket(self) -> tuple[int, int, Tensor] | None:
         """The ticket that was asked for; None if there is none, and :data:`_AT_NEED` if it must be asked for later."""
         while True:
             at, count = self._votes.requested_ticket()
@@ -174,7 +215,7 @@ class AsynchronousExecutor(TrainingExecutor):
             indices = self._batch_of(self._order.at(at)[:count]) if count else None
             if indices is not None or not count:  # else too few are left for a step of this worker
                 return None if indices is None else (at, count, indices)
-            self._request_ticket(epoch)
+            self._request_ticket()
 
     def _rate_at(self, position: int, rows: int) -> float:
         """Set and return the learning rate for the samples at ``position`` of the run."""
@@ -243,14 +284,24 @@ class AsynchronousExecutor(TrainingExecutor):
             self._announce({"event": "returned", "rank": rank, "message": self._worker.conduct.returned(rank)})
 
     def _validate(self) -> tuple[float, float]:
-        """(loss, accuracy): means over the test images, which are divided among the remaining workers."""
+        """(loss, accuracy): means over the test images, which are divided among the remaining workers.
+
+        Raises:
+            PreemptedError: a worker was asked to stop, and would take too long for its images; all saved.
+        """
         votes = self._votes
         workers = [r for r in votes.live if r in self.processes]
-        figures = (0.0, 0.0, 0.0)
+        figures, given_up = (0.0, 0.0, 0.0), False
         if votes.rank in workers:
             a, b = bounds(len(self._test), len(workers), workers.index(votes.rank))
             if a < b:
-                figures = self._worker.validate_locally(_part(self._test, a, b), self.plan.global_batch).take()
+                counter = self._worker.validate_locally(
+                    _part(self._test, a, b), self.plan.global_batch, lambda: self._stop.waited_s > PATIENCE_S
+                )
+                given_up = counter is None
+                figures = figures if counter is None else counter.take()
+        if votes.anyone(given_up):
+            self._preempt()
         loss, accuracy, rows = self._means(figures)
         if rows < len(self._test):
             message = f"validated on {rows:.0f} of {len(self._test)} test images: a worker was lost meanwhile"

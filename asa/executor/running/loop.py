@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -94,8 +94,9 @@ class TrainingExecutor(PlannedExecutor):
         self._saving = SaveClock(settings.save_every_s, between_losses_s if snapshot_file is None else None)
         self._snapshot_file = snapshot_file
         self._checkpointer = Checkpointer(
-            folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
-        )
+            folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce,
+            samples=cache(train.sampled_digest),
+        )  # fmt: skip
         self._warm = 0
         self._meter: Meter | None = None
         waits.on = settings.observe
@@ -349,6 +350,9 @@ class TrainingExecutor(PlannedExecutor):
                 f"the validation loss is not finite after step {self._step}; lower the learning rate "
                 "with --lr, or train in fp32"
             )
+        if not math.isfinite(hits):
+            message = f"{self._settings.metric} is {hits / rows} over the {rows:.0f} images of the validation"
+            self._announce({"event": "note", "message": f"{message}, and not recorded"})
         return loss / rows, hits / rows, rows
 
     def _memory_so_far(self) -> dict[str, int | None]:

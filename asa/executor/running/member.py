@@ -22,7 +22,7 @@ from asa.executor.running.exhausted import NOTE, MemoryWatch, NearlyExhausted, e
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.outdir import CHECKPOINTS, check_space
 from asa.executor.running.prepare import Material
-from asa.executor.training.logs import Announce
+from asa.executor.training.logs import Announce, known
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.snapshots import SnapshotFile, newest, read
 from asa.executor.training.stopping import StopRequest
@@ -176,7 +176,7 @@ def _work(
     executors: list[TrainingExecutor],
 ) -> Ending:  # fmt: skip
     settings = job.settings
-    say: Announce = announce if votes.rank == 0 else lambda _: None
+    say: Announce = (lambda event: announce(known(event))) if votes.rank == 0 else lambda _: None
     builder = _ModelBuilder(job, votes, device)
 
     def emulation() -> Emulation:

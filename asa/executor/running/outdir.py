@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -18,6 +20,9 @@ from asa.reading import open_regular
 
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems without locks, as Lustre and NFS may be mounted."""
+_log = logging.getLogger("asa")
 AGENT = "agent"
 """Name of a file that identifies the launcher's agent that last started the run's rank 0."""
 
@@ -33,13 +38,17 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
         UnavailableError: the folder cannot be created or written.
         UsageError: another run is using it, or (without ``resume``) it contains a run already.
     """
+    place = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\0" * 4096)
+        _probe(folder)
+        if not resume and os.path.lexists(folder / CHECKPOINTS):
+            place = folder / CHECKPOINTS
+            _probe(place)
+        place = folder
         stream = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise UnavailableError(f"cannot write to {folder}: {error.strerror or error}; choose another --out") from None
+        raise UnavailableError(f"cannot write to {place}: {error.strerror or error}; choose another --out") from None
     with stream:
         _lock(stream, folder)
         checkpoint.sweep(folder / CHECKPOINTS)
@@ -56,6 +65,12 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
                 (folder / LOCK).unlink()
 
 
+def _probe(folder: Path) -> None:
+    """Raise OSError if no file can be written to ``folder``."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"\0" * 4096)
+
+
 def _lock(stream: IO[bytes], folder: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,6 +80,10 @@ def _lock(stream: IO[bytes], folder: Path) -> None:
         stream.seek(0)
         owner = stream.read(20).decode(errors="replace").strip() or "unknown"
         raise UsageError(f"{folder} is in use by another run (process {owner}); choose another --out") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _log.warning("the file system of %s has no locks: see to it that no other run uses it", folder)
     stream.truncate(0)
     stream.write(f"{os.getpid()}\n".encode())
     stream.flush()
@@ -88,15 +107,26 @@ def begun_by(folder: Path) -> str | None:
 
 
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
-    """Check that the disk has room for a run's checkpoints: those kept, and one being written.
+    """Check that the disk has room for a run's checkpoints: those kept, and one being written. Those that the run has
+    already, if it continues, have their room.
 
     Raises:
         UnavailableError: it has not.
     """
-    needed, free = (keep + 1) * checkpoint_bytes, shutil.disk_usage(folder).free
+    needed = (keep + 1) * checkpoint_bytes
+    free = shutil.disk_usage(folder).free + min(_held_bytes(folder), keep * checkpoint_bytes)
     if free < needed:
         unit, name = (GIB, "GiB") if needed >= GIB else (MIB, "MiB")
         raise UnavailableError(
             f"{folder} has {free / unit:.2f} {name} free, {keep + 1} checkpoints need {needed / unit:.2f} {name}; "
             "make room or choose another --out"
         )
+
+
+def _held_bytes(folder: Path) -> int:
+    """Bytes of the checkpoints in the folder of a run."""
+    held = 0
+    for file in (folder / CHECKPOINTS).glob("step_*/*"):
+        with contextlib.suppress(OSError):
+            held += file.stat().st_size
+    return held

@@ -90,6 +90,9 @@ def prepare(
             log.checkpoint = str(newest.path)
             is_done = epoch >= settings.epochs
             finished = f"; all {epoch} epochs are done; --epochs {epoch + 1} trains on" if is_done else ""
+            notes += _other_samples(newest.manifest, settings, train)
+            if len(log.epochs) < epoch:
+                notes.append(f"the log tells of {len(log.epochs)} of the {epoch} epochs before; results have no others")
             notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){finished}"]
         write_plan(plan, out)
         stored_settings.keep(settings, out)
@@ -207,6 +210,16 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
                 f"the checkpoint was made with {name} {getattr(manifest, name)}, this run has {value}; "
                 "resume with the same, or choose another --out"
             )
+
+
+def _other_samples(manifest: Manifest, settings: TrainSettings, train: ImageSet) -> list[str]:
+    """A warning if the samples are not those on which the checkpoint was trained."""
+    if manifest.samples is None or manifest.samples == train.sampled_digest():
+        return []
+    return [
+        f"--data {settings.data} has other samples than at step {manifest.step}, as many of them: files were changed, "
+        "or are read by another version of a package; training continues with these"
+    ]
 
 
 def write_plan(plan: Plan, out: Path) -> None:

@@ -39,7 +39,8 @@ from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
 from asa.ir.units import binary
-from asa.launch import cuda_devices, launched
+from asa.launch import cuda_devices, launched, signals
+from asa.launch.torchrun import RESTARTS
 
 Relieve = Callable[[Shortage, int, int], Plan]
 """Function that makes another plan after a shortage. Its arguments are the shortage, the number of the attempt (from 1)
@@ -47,17 +48,17 @@ and the largest number of ranks."""
 T = TypeVar("T")
 Start = Callable[[Job, Material], Ending]
 
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST_ATTEMPTS = 3
 """Largest number of successive plans under which no further epoch was completed, or nothing was saved."""
 
 
-def _stopped(failure: WorkersFailedError, saved: int) -> AsaError:
-    """What a run ends with that was asked to stop and lost a rank before it had saved."""
-    if saved < 0:
+def _stopped(failure: WorkersFailedError | None, saved: int) -> AsaError:
+    """What a run ends with that was asked to stop and lost a rank, or was short of memory, before that was answered."""
+    if failure is not None and saved < 0:
         return failure
+    lost = "" if failure is None else f", but {failure}"
     return PreemptedError(
-        f"stopped on request, but {failure}: the newest checkpoint is of step {saved}; --resume continues from it"
+        f"stopped on request{lost}: the newest checkpoint is of step {saved}; --resume continues from it"
     )
 
 
@@ -69,14 +70,18 @@ def run_with_recovery(
 
     Raises:
         InfeasibleError: no plan fits the available memory.
-        PreemptedError: a rank was lost after all had been asked to stop, and there is a checkpoint.
+        PreemptedError: the run was asked to stop while ranks were lost or started again, and there is a checkpoint.
         AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
     attempt, losses, folder = 0, RankLosses(regroup), Path(job.settings.out) / CHECKPOINTS
+    failure: WorkersFailedError | None = None
     while True:
+        if signals.missed:
+            signals.missed = False
+            raise _stopped(failure, checkpoint.newest_step(folder))
         kills, epochs, saved = kernel_kills(), len(log.epochs), checkpoint.newest_step(folder)
-        failure: WorkersFailedError | None = None
+        failure = None
         try:
             ending = start(job, material)
             shortage = ending.tight

@@ -21,7 +21,6 @@ from asa.executor.running.outdir import begin, begun_by
 from asa.executor.running.prepare import Material, open_images, prepare
 from asa.executor.running.rank_losses import Regroup
 from asa.executor.running.recovery import (
-    RESTARTS,
     Pending,
     Relieve,
     pending,
@@ -40,7 +39,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan, wrong_number
 from asa.launch import bind_to_core, faults, join, latecomer, launched, run_ranks, tell
 from asa.launch.forking import ranks_can_fork
-from asa.launch.torchrun import agent
+from asa.launch.torchrun import RESTARTS, agent, stop_with_agent
 from asa.launch.worker import others_may_leave
 from asa.zoo.preload import ModelPreload
 
@@ -217,7 +216,8 @@ def _expendable_ranks(plan: Plan) -> Callable[[int], bool] | None:
 def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Run as a rank that a launcher started. Rank 0 owns the run, and its errors are raised on all ranks."""
     settings = job.settings
-    with join(backend=_backend(job), timeout_s=settings.timeout_s) as worker:
+    stop_with_agent()
+    with join(backend=_backend(job), timeout_s=settings.timeout_s) as worker, others_may_leave():
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
         _bind(job, worker.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
@@ -238,7 +238,7 @@ def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Reg
         if votes.num_ranks < plan.num_processes or (votes.num_ranks > plan.num_processes and text is None):
             wrong = wrong_number(plan, votes.num_ranks)
         votes.agree(wrong)
-        owner = votes.once(lambda: ready(plan))
+        owner = votes.patiently(lambda: ready(plan) if votes.rank == 0 else None)
         try:
             material = _agree_on_material(job, votes, owner[1] if owner is not None else None)
         except AsaError as error:
@@ -277,19 +277,17 @@ def _agree_on_material(job: Job, votes: Votes, own_material: Material | None) ->
     if own_material is not None:
         choice = [own_material.run, None if own_material.resume is None else str(own_material.resume[0])]
     run, path = votes.tell(choice)
-    error: Exception | None = None
-    material = own_material
-    if material is None:
-        try:
-            train, test = open_images(job.plan, job.settings)
-            resume = None
-            if path is not None:
-                resume = (Path(path), codec.load(Manifest, Path(path) / checkpoint.MANIFEST))
-            material = Material(train=train, test=test, run=run, resume=resume)
-        except Exception as caught:
-            error = caught
-    votes.agree(error)
-    assert material is not None
+
+    def read() -> Material:
+        if own_material is not None:
+            return own_material
+        train, test = open_images(job.plan, job.settings)
+        resume = None
+        if path is not None:
+            resume = (Path(path), codec.load(Manifest, Path(path) / checkpoint.MANIFEST))
+        return Material(train=train, test=test, run=run, resume=resume)
+
+    material = votes.patiently(read)
     digests = votes.exchange([images.digest() for images in (material.train, material.test)])
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:

@@ -12,6 +12,7 @@ position in the data is counted in global samples, so that it means the same on 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -65,6 +66,8 @@ class Manifest:
         loss_scale: loss scale of fp16; 1 otherwise.
         settings: settings of ``asa train``; None in older files.
         moments: number of tensors in the optimizer's state; None in older files.
+        samples: hash of the samples (:meth:`asa.zoo.data.ImageSet.sampled_digest`); None in older files, and if a
+            loader gives them.
     """
 
     run: str
@@ -84,6 +87,7 @@ class Manifest:
     files: tuple[StoredFile, ...]
     settings: TrainSettings | None = later()
     moments: int | None = later()
+    samples: str | None = later()
 
     def __post_init__(self) -> None:
         least = {"step": 0, "position": 0, "seed": 0, "num_samples": 1, "global_batch": 1, "moments": 0}
@@ -197,9 +201,14 @@ def newest_manifest(folder: Path) -> Manifest | None:
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest readable manifest in ``folder``; -1 if there is none."""
-    manifest = newest_manifest(folder)
-    return -1 if manifest is None else manifest.step
+    """Step of the newest checkpoint in ``folder`` whose files have their sizes; -1 if there is none. Their contents are
+    not checked."""
+    for path in _steps(folder):
+        with contextlib.suppress(InvalidInputError, OSError):
+            manifest = codec.load(Manifest, path / MANIFEST)
+            if all((path / stored.name).stat().st_size == stored.bytes for stored in manifest.files):
+                return manifest.step
+    return -1
 
 
 def names_latest(path: Path) -> bool:
@@ -326,6 +335,9 @@ def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems flush no folders
+            raise
     finally:
         os.close(handle)
 

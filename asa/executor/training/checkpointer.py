@@ -42,6 +42,8 @@ class Checkpointer:
     announce: Announce
     more: Callable[[], dict[str, dict[str, Tensor]]] = dict
     """Function that returns further files of a checkpoint, by name."""
+    samples: Callable[[], str | None] = lambda: None
+    """Function that returns the hash of the samples, if it is known."""
 
     def save(self, worker: Worker, *, step: int, position: int) -> Path:
         """Write a checkpoint. Returns its path. The plan's rank 0 writes, and all ranks vote on the outcome.
@@ -151,6 +153,7 @@ class Checkpointer:
             plan_fingerprint=fingerprint(plan),
             files=(),
             settings=None if self.settings.data == "loader" else self.settings,
+            samples=self.samples(),
         )
 
     def restore(self, worker: Worker, path: Path, manifest: Manifest) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +93,9 @@ class RunLog:
         self._work, self._ranks = work, 0
         self._target, self._price = target, price
         self._facts: Event = {}
-        self._began = time.time()
+        self._began = time.monotonic()
+        self._may_be_torn = True
+        """Whether the last line of the log may lack its end, after a run that was killed or a disk that was full."""
         trackers.check(track)
 
     def __call__(self, event: Event) -> None:
@@ -103,12 +106,17 @@ class RunLog:
         """
         if event["event"] == "steps" and self._work is not None and self._ranks:
             event = {**event, **self._work.rate(event["samples_per_s"], self._ranks)}
-        line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False)
+        line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False).encode() + b"\n"
+        if self._may_be_torn and _is_torn(self.folder / LOG):
+            line = b"\n" + line
         try:
             with open_regular(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as stream:
-                stream.write(line.encode() + b"\n")
+                stream.write(line)
+            self._may_be_torn = False
         except OSError as error:
-            raise UnavailableError(f"cannot write {self.folder / LOG}: {error.strerror or error}") from None
+            self._may_be_torn = True
+            rest = f"; --resume continues from {self.checkpoint}" if self.checkpoint else ""
+            raise UnavailableError(f"cannot write {self.folder / LOG}: {error.strerror or error}{rest}") from None
         match event["event"]:
             case "epoch":
                 self.epochs.append(_record(event))
@@ -181,7 +189,7 @@ class RunLog:
             "epochs": self.epochs,
             "shortages": self.shortages,
             "summary": _summary(self.epochs[-1]["measurements"]) if self.epochs else None,
-            "seconds": round(time.time() - self._began, 3),
+            "seconds": round(time.monotonic() - self._began, 3),
             **({} if self._target is None and self._price is None else {"aim": self._aim()}),
         }
         temporary = self.folder / f".{RESULT}.tmp"
@@ -242,6 +250,20 @@ def _events(folder: Path) -> Iterator[Event]:
         while line := stream.readline(MOST_BYTES):
             with contextlib.suppress(InvalidInputError):
                 yield codec.parse(line.decode(errors="replace"), source=LOG)
+
+
+def known(event: Event) -> Event:
+    """``event`` with None for numbers that are unknown, because JSON has no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line of a log lacks its end. What is appended to it would be unreadable, too."""
+    with contextlib.suppress(OSError, InvalidInputError), open_regular(path) as stream:
+        if os.fstat(stream.fileno()).st_size:
+            stream.seek(-1, os.SEEK_END)
+            return bool(stream.read(1) != b"\n")
+    return False
 
 
 def _record(event: Event) -> Event:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from asa.errors import WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.ir.profile import Precision
 from asa.sharding.collectives.waits import waits
@@ -30,6 +31,8 @@ class LossScale:
     """
 
     GROW_AFTER = 2000
+    LEAST = 2.0**-24
+    """Scale below which fp16 has no gradient of a loss of 1 any more."""
 
     def __init__(self, precision: Precision, value: float | None = None) -> None:
         self.active = precision == "fp16"
@@ -42,7 +45,11 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Sequence[nn.Parameter], votes: Votes) -> bool:
-        """Divide gradients by the scale. Returns whether to update with them. Collective in fp16."""
+        """Divide gradients by the scale. Returns whether to update with them. Collective in fp16.
+
+        Raises:
+            WorkersFailedError: gradients are not finite at any scale, so no step would update any more.
+        """
         if not self.active:
             return True
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -61,4 +68,6 @@ class LossScale:
             return True
         self.value /= 2
         self._good = 0
+        if self.value < self.LEAST:
+            raise WorkersFailedError("gradients of fp16 are not finite, however small the loss is scaled; take bf16")
         return False

@@ -75,6 +75,9 @@ class TrainSettings:
                 specs.check_form(self.data)
             except ValueError as error:
                 raise UsageError(str(error)) from None
+            for name, text in {"out": self.out, "data": self.data, "data_root": self.data_root or ""}.items():
+                if text != text.encode(errors="replace").decode():
+                    raise UsageError(f"{name} {text!a} is not UTF-8, as the files of a run are; rename it")
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
         counts = {"epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch, "log_every": self.log_every}

@@ -59,6 +59,11 @@ class StopRequest:
         self.requested = False
         self._since = 0.0
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the request; 0 without one."""
+        return time.monotonic() - self._since if self.requested else 0.0
+
     def _note(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self.requested and now > self._since + _IMPATIENT_S:

@@ -168,8 +168,11 @@ class Worker:
         """This rank's rows of a batch of ``batch`` samples, by microbatch."""
         return [part.read for part in microbatch_rows(self.model, batch)]
 
-    def validate_locally(self, images: ImageSet, batch: int) -> LossCounter:
-        """Loss and hits over every image, on this rank alone; call :meth:`synchronize` on all workers before."""
+    def validate_locally(
+        self, images: ImageSet, batch: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> LossCounter | None:
+        """Loss and hits over every image, on this rank alone; call :meth:`synchronize` on all workers before.
+        ``should_stop`` is called after every batch. If it returns True, the result is None."""
         counter = LossCounter(self.model.device)
         self.model.eval()
         with torch.no_grad():
@@ -180,6 +183,8 @@ class Worker:
                 with autocast(self.precision, self.model.device):
                     logits = logits_of(self.model(x, rows, 0)).float()
                 counter.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
+            if should_stop():
+                return None
         self.model.train()
         return counter
 

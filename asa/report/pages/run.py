@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -120,7 +121,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
                     rows.append(("finding", step, None, str(event["line"])))
                 case _:
                     pass
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
     return Chart(
         name="timeline",
@@ -146,10 +147,11 @@ def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
             elapsed_s += float(event["seconds"])
             if event["validation_loss"] is None:
                 continue
+            figure = event["validation_accuracy"]
             rows.append(("after every epoch", "validation", int(event["epoch"]) + 1, elapsed_s,
-                         float(event["train_loss"]), event["validation_loss"],
-                         event["validation_accuracy"]))  # fmt: skip
-        except (KeyError, TypeError, ValueError):
+                         float(event["train_loss"]), float(event["validation_loss"]),
+                         None if figure is None else float(figure)))  # fmt: skip
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
     has_figure = any(isinstance(r[6], int | float) and math.isfinite(r[6]) and r[6] != 0 for r in rows)
     return Chart(
@@ -170,8 +172,11 @@ def memory(events: Iterable[Mapping[str, Any]]) -> Chart:
             last = event["measurements"]
     rows: list[Row] = []
     if last is not None:
-        measured = last.get("peak_memory_bytes") or [None] * len(last["predicted_memory_bytes"])
-        rows = [(i, p, m) for i, (p, m) in enumerate(zip(last["predicted_memory_bytes"], measured, strict=False))]
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
+            predicted = [int(p) for p in last["predicted_memory_bytes"]]
+            peaks = last.get("peak_memory_bytes") or [None] * len(predicted)
+            measured = [None if m is None else int(m) for m in peaks]
+            rows = [(i, p, m) for i, (p, m) in enumerate(zip(predicted, measured, strict=False))]
     return Chart(
         name="rank_memory",
         title="Memory of every rank",

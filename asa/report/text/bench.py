@@ -122,8 +122,8 @@ def near_chance(last: AccuracyPoint, num_classes: int) -> bool:
 def has_diverged(last: AccuracyPoint, num_classes: int | None) -> bool:
     """Whether training went wrong: its loss is not a number, or far above that of guessing while the accuracy is near
     it. Without ``num_classes``, only the first is known."""
-    if not num_classes or not math.isfinite(last.train_loss):
-        return not math.isfinite(last.train_loss)
+    if not num_classes or last.train_loss is None:
+        return last.train_loss is None
     return near_chance(last, num_classes) and last.train_loss > _LOST * math.log(num_classes)
 
 
@@ -135,10 +135,8 @@ def learnt_in(last: AccuracyPoint, num_classes: int | None) -> str:
         return "diverged"
     if last.validation_accuracy > 0 and not (num_classes and near_chance(last, num_classes)):
         return percent(last.validation_accuracy)
-    lost = not math.isfinite(last.validation_loss) or (
-        num_classes and last.validation_loss > _LOST * math.log(num_classes)
-    )
-    return f"training loss {last.train_loss:.4g}" if lost else f"loss {last.validation_loss:.4g}"
+    loss, limit = last.validation_loss, _LOST * math.log(num_classes) if num_classes else math.inf
+    return f"training loss {last.train_loss:.4g}" if loss is None or loss > limit else f"loss {loss:.4g}"
 
 
 def learnt_by(last: AccuracyPoint, num_classes: int) -> str:

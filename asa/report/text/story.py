@@ -50,6 +50,18 @@ def said(event: Mapping[str, Any]) -> str | None:
             return None
 
 
+def _finite(value: Any) -> float:
+    """``value`` as a number.
+
+    Raises:
+        ValueError, TypeError: it is none, or not finite.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
+
+
 @noun
 class Happening:
     """An event after ``step`` steps, described in ``line``: a finding (``finding``, ``quick`` if all is faster than
@@ -90,7 +102,7 @@ def story(events: Iterable[Mapping[str, Any]]) -> Story:
     for event in events:
         try:
             teller.add(event)
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             continue
     return teller.finished()
 
@@ -148,12 +160,13 @@ class _Teller:
             self._end()
             self.plan = str(event["new"])
         if kind in ("switch", "rollback"):
-            gain, took = event.get("predicted_gain"), float(event["seconds"])
+            gain, took = event.get("predicted_gain"), _finite(event["seconds"])
+            gain = None if gain is None else _finite(gain)
             self.changes.append(
                 {"step": self.step, "plan": self.plan, "predicted_gain": gain, "measured_gain": None, "change_s": took}
             )
         if kind == "outcome" and self.changes:
-            self.changes[-1]["measured_gain"] = float(event["measured_gain"])
+            self.changes[-1]["measured_gain"] = _finite(event["measured_gain"])
         self._note(event, kind, replan_line(event))
 
     def _note(self, event: Mapping[str, Any], kind: str, text: str) -> None:
@@ -164,7 +177,7 @@ class _Teller:
 
     def _end(self) -> None:
         """End the current stretch."""
-        if self._first is not None and self._steps:
+        if self._first is not None and self._steps and math.isfinite(self._seconds):
             self.stretches.append(
                 Stretch(first_step=self._first, last_step=self.step, plan=self.plan, step_s=self._seconds / self._steps)
             )

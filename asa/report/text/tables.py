@@ -44,7 +44,7 @@ def folded(text: str, width: int = 80) -> str:
         heading = re.match(r"\w+ {2,}", part)
         indent = " " * (heading.end() if heading else 4)
         lines += textwrap.wrap(
-            part, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            part, max(1, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ) or [""]
     return "\n".join(lines)
 
