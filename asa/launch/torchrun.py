@@ -24,11 +24,7 @@ from asa.launch import faults
 from asa.launch.devices import cuda_devices
 from asa.launch.environments import is_launched
 from asa.launch.heap import keep_freed_memory
-<<<<<<< HEAD
-from asa.launch.worker import come_late, form_group, leave_group
-=======
-from asa.launch.worker import PR_SET_PDEATHSIG, come_late, form_group
->>>>>>> run
+from asa.launch.worker import PR_SET_PDEATHSIG, come_late, form_group, leave_group
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Variable in which torchrun counts how often it has started all ranks again."""
