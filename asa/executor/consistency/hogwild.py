@@ -82,6 +82,7 @@ class SharedWeights(Conduct):
                     f"{failure.strerror}; give it more (docker run --shm-size=1g), or train under ps_async"
                 )
                 if name:
+                    os.close(handle)
                     Path(name).unlink(missing_ok=True)
         name, error = self._votes.tell([name, error])
         if error:
