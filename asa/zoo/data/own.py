@@ -1,5 +1,5 @@
-"""The user's own data as an :class:`ImageSet`. It is read completely, and again only where its files have changed; a fixed
-fifth is for testing, unless a test part is given.
+"""The user's own data as an :class:`ImageSet`. It is read completely, and again only where its files have changed; a
+fixed fifth is for testing, unless a test part is given.
 
 Images stay bytes and are converted to the model's shape. Everything else is numbers: columns of a table are scaled to
 mean 0 and standard deviation 1 of the training part; floating samples of a dataset are used unchanged.
