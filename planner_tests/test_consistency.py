@@ -265,6 +265,7 @@ def test_a_worker_that_waits_for_all_others_holds_up_none_of_them():
     server.pause(1)
     assert _ends(lambda: [server.push(0, torch.ones(4), 4, [0.1]) for _ in range(4)])
     server.pull(1)  # after the meeting
+    server.finish(0)
     server.push(1, torch.ones(4), 4, [0.1])
     assert server.counts.ages == {0: 5}
 

@@ -82,8 +82,8 @@ _in_graphs: WeakSet[nn.Module] = WeakSet()
 
 
 def begin_step() -> bool:
-    """Tell torch that a step begins, forward alone or with its backward, if this process has components that run as
-    CUDA graphs; whether it has. Outputs of the last step may be overwritten from now on.
+    """Tell torch that a step begins, forward alone or with its backward, if components of this process run as CUDA
+    graphs; whether some do. Outputs of the last step may be overwritten from now on.
 
     Torch would otherwise take each component that runs without gradients for a step of its own, and refuse the output
     of the one before.
