@@ -254,6 +254,7 @@ def test_an_optimizer_may_keep_plain_numbers(tmp_path: Path) -> None:
     assert user.distance(again.state_dict(), whole.state_dict()) < 1e-12
     again.optimizer.state[again.model.parameters()[0]]["odd"] = []
     assert any(entry.get("odd") == [] for entry in again.optimizer.state_dict()["state"].values())
+    again.train_step()
     with pytest.raises(UsageError, match="keeps a list as 'odd'"):
         again.save()
 
