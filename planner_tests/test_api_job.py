@@ -253,8 +253,10 @@ def test_an_optimizer_may_keep_plain_numbers(tmp_path: Path) -> None:
     again.run(2)
     assert user.distance(again.state_dict(), whole.state_dict()) < 1e-12
     again.optimizer.state[again.model.parameters()[0]]["odd"] = []
+    assert any(entry.get("odd") == [] for entry in again.optimizer.state_dict()["state"].values())
+    again.train_step()
     with pytest.raises(UsageError, match="keeps a list as 'odd'"):
-        again.optimizer.state_dict()
+        again.save()
 
 
 def moving(rank: int, plans: list[Plan]) -> Any:

@@ -263,7 +263,7 @@ def test_no_file_needs_another_that_needs_it():
     assert [sorted(c) for c in nx.strongly_connected_components(needs) if len(c) > 1] == []
 
 
-MEANT = {"_apply", "_fill_text", "_split_lines"}
+MEANT = {"_apply", "_fill_text", "_load_from_state_dict", "_split_lines"}
 """Private methods of ``torch.nn.Module`` and of argparse's formatter that a class replaces on purpose."""
 
 

@@ -110,9 +110,11 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
         for group, parameters in zip(state_dict["param_groups"], _names_now(optimizer, model, names), strict=True):
             groups.append({**group, "params": list(range(start, start + len(parameters)))})
             for i, alike in enumerate(parameters):
-                found = optimizer.state if isinstance(alike, Tensor) else full
-                of = (alike,) if isinstance(alike, Tensor) else alike
-                if entry_of_parameter := next((found[each] for each in of if each in found), None):
+                if isinstance(alike, Tensor):
+                    entry_of_parameter = optimizer.state.get(alike)
+                else:
+                    entry_of_parameter = next((full[name] for name in alike if name in full), None)
+                if entry_of_parameter:
                     state[start + i] = entry_of_parameter
             start += len(parameters)
         return {**state_dict, "state": state, "param_groups": groups}
