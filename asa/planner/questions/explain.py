@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Literal
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.machine.what_if import heavier_profile
+from asa.cost.machine.what_if import heavier_profile, linked_at_once
 from asa.cost.memory.peak import libraries
 from asa.cost.planned import Price
 from asa.cost.step import StepCost
@@ -167,7 +167,8 @@ def explain(
             )
         )
     tight = capacity - price.peak.total < 0.02 * capacity
-    exposed = price.cost.exposed_s > price.cost.compute_s
+    unlinked = _prices(plan, profile, linked_at_once(cluster), strategies, memory_bytes)[1].of(candidate)
+    exposed = price.cost.total_s - unlinked.cost.total_s > price.cost.compute_s
     return Explanation(
         components=tuple(rows),
         overlap_s=price.cost.overlap_s,
