@@ -83,6 +83,8 @@ def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsy
         ("plan --epoch-samples 5", "--epoch-samples has no effect without --price; add that"),
         ("train --rehearsal-steps 5", "--rehearsal-steps has no effect without --rehearse"),
         ("bench --sealed there", "--sealed has no effect without --check-sealed"),
+        ("plan --from-run run --input 3x64x64", "--input has no effect with --from-run; leave out --input"),
+        ("plan --precision bf16 --from-run run", "--precision has no effect with --from-run"),
         ("bench --check-sealed --out there", "--out has no effect with --check-sealed; leave out --out"),
         ("bench --check-sealed --global-batch 64", "leave out --global-batch"),
         ("export --to torch --step 3", "--step has no effect with --to torch, only with --to safetensors"),

@@ -23,8 +23,8 @@ from asa import errors
 from asa.cli import choose, entry, options, places, planned_here, settings, verbs
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.cost.machine import nearest, presets
-from asa.ir import codec
+from asa.cost.machine import presets
+from asa.ir import chips, codec
 from asa.ir.profile import DeviceRecord
 from asa.report.text import cluster as cluster_report
 from asa.report.text import tables
@@ -59,7 +59,7 @@ def one_line(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("module", [options, places, nearest])
+@pytest.mark.parametrize("module", [options, places, chips])
 def test_examples_in_docstrings_hold(module):
     found = doctest.testmod(module)
     assert found.attempted > 0

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import nouns
 import pytest
 
 from asa.cli import choose, entry, estimates
+from asa.cost.machine import presets
+from asa.cost.machine.nearest import nearest
+from asa.ir import codec
+from asa.ir.profile import DeviceRecord, Profile
 
 PLAN = ("plan", "--cluster", "a100-nvlink-8", "--time-limit", "0.3s", "--json")
 
@@ -85,3 +91,61 @@ def test_batch_norm_is_given_one_sample_where_it_was_seen_to_train_on_one(traced
 def test_an_estimate_names_the_inputs_it_is_for(traced, capsys):
     assert entry.run([*PLAN, "logistic", "--gpus", "2", "--input", "3x64x64"]) == 0
     assert "(inputs of 3x64x64)" in capsys.readouterr().err
+
+
+def measured(name: str, **changes: object) -> Profile:
+    """A profile of ``tiny``, measured on the GPU ``name``."""
+    made = nouns.profile()
+    return replace(made, device=DeviceRecord(type="cuda", name=name, memory_bytes=2**34, threads=1), **changes)
+
+
+def test_times_of_one_gpu_are_not_taken_for_those_of_another(traced, tmp_path, capsys):
+    codec.save(measured("NVIDIA A100-SXM4-40GB"), tmp_path / "profiles" / "tiny.json")
+
+    def planned(cluster: str) -> tuple[dict[str, object], str]:
+        assert entry.run(["plan", "tiny", "--cluster", cluster, "--gpus", "2", "--time-limit", "0.3s", "--json"]) == 0
+        said = capsys.readouterr()
+        return json.loads(said.out), " ".join(said.err.split())
+
+    same, said = planned("a100-nvlink-8")
+    assert "estimated" not in said
+    other, said = planned("t4-pcie-4")
+    assert "was taken on NVIDIA A100-SXM4-40GB; times on Tesla T4 are estimated from it" in said
+    assert other["origin"] == "estimated"
+    assert any("estimated from FLOPs" in note for note in other["notes"])
+    assert other["prediction"]["compute_s"] != same["prediction"]["compute_s"]
+    assert entry.run(["explain"]) == 0
+
+
+def test_a_model_is_not_measured_here_for_another_gpu(traced, monkeypatch, capsys):
+    monkeypatch.setattr(choose, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(choose, "_local_device", lambda _: measured("Tesla T4").device)
+    assert entry.run([*PLAN, "logistic", "--gpus", "2"]) == 0
+    assert traced == ["logistic"]
+
+
+def test_links_of_another_gpu_are_not_the_nearest():
+    other = replace(nouns.cluster(2), device=presets.load("t4-pcie-4").device)
+    found = nearest([other], measured("NVIDIA A100-SXM4-40GB").device, 2)
+    assert found.name == "a100-nvlink-2"
+
+
+def test_an_estimate_says_which_options_it_does_not_count(traced, capsys):
+    options = ("--memory-format", "channels_last", "--compile", "components")
+    assert entry.run([*PLAN, "logistic", "--gpus", "2", *options]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--memory-format channels_last and --compile components counts only where a profile was measured" in said
+
+
+def test_what_a_gpu_cannot_compute_in_is_refused(traced, capsys):
+    words = ("plan", "logistic", "--cluster", "v100-dgx1-8", "--gpus", "2")
+    assert entry.run([*words, "--precision", "bf16"]) == 3
+    assert "states no bf16 peak" in (said := capsys.readouterr().err)
+    assert "--precision" in said
+    assert entry.run([*words, "--precision", "fp16", "--time-limit", "0.3s"]) == 0
+    mixed = ("plan", "logistic", "--cluster", "a100-4-v100-4-100g-rdma", "--precision", "bf16", "--time-limit", "0.3s")
+    assert entry.run([*mixed, "--gpus", "4"]) == 0
+    capsys.readouterr()
+    assert entry.run([*mixed, "--gpus", "8"]) == 2
+    assert "V100" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "does not compute in bf16" in said

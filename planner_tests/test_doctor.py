@@ -115,6 +115,13 @@ def test_what_is_too_small_is_said_with_its_remedy(monkeypatch):
     assert system_checks.open_files(CONSOLE).ok
 
 
+def test_free_memory_is_at_most_what_the_control_group_leaves(monkeypatch):
+    monkeypatch.setattr("asa.instruments.memory_limits.free_on_host", lambda: 2**28)
+    memory = doctor._memory(CONSOLE)
+    assert memory.detail.startswith("256 MiB free of")
+    assert not memory.ok
+
+
 @pytest.mark.parametrize(("text", "ok"), [(None, True), ("1", True), ("0", False), ("4,2", False), ("100000", False)])
 def test_threads(monkeypatch, text, ok):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

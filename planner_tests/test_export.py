@@ -279,10 +279,10 @@ def test_a_single_device_in_a_plans_stead_is_one_device(
     single = Baseline(name="single", step_time_s=1.0, memory_bytes_max=1, fits=True)
     codec.save(replace(plan, components=(first, *plan.components[1:]), baselines=(single,)), Path("plan.json"))
     wanted = {
-        "torch": "RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = 1, 8, 2,",
+        "torch": "RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = 1, 8, 1,",
         "fabric": "devices=1",
         "deepspeed": '"train_batch_size": 8',
-        "accelerate": "RANKS, MICROBATCHES, STEPS = 1, 2,",
+        "accelerate": "RANKS, MICROBATCHES, STEPS = 1, 1,",
     }
     for tool, line in wanted.items():
         assert entry.run(["export", "plan.json", "--to", tool]) == 0
@@ -366,6 +366,7 @@ def test_a_grid_of_ranks_is_what_the_tools_of_language_models_run() -> None:
         "data_parallel_shard_degree=2", "tensor_parallel_degree=2", "pipeline_parallel_degree=2",
         "num_pp_microbatches=4", "num_tokens_per_microbatch_per_dp_rank=16384", "num_tokens_per_train_step=131072",
         "max_context_length=4096", '["tok_embeddings", "layers.0"]', '"layers.31", "norm", "lm_head"',
+        "pipeline_parallel_module_fqns_per_model_part=[",
         "config = llama3_8b()", "keeps no replicas beside tensors",
     ):  # fmt: skip
         assert line in titan
@@ -386,6 +387,92 @@ def test_a_grid_of_ranks_is_what_the_tools_of_language_models_run() -> None:
     components = tuple(mixed if c.name == mixed.name else c for c in plan.components)
     with pytest.raises(UsageError, match="cannot run this plan"):
         snippet("megatron", replace(plan, strategy="asa", components=components))
+
+
+def exported(
+    plan: Plan, tool: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any]:
+    """The document of ``asa export`` of a plan."""
+    monkeypatch.chdir(tmp_path)
+    codec.save(plan, Path("plan.json"))
+    assert entry.run(["export", "plan.json", "--to", tool, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_strategy_in_a_plans_stead_is_the_one_that_was_priced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All devices, the microbatches of the baseline, and nothing recomputed; whatever the plan does."""
+    plan = resnet("asa", ranks=2, gpus=4, num_microbatches=8)
+    components = tuple(
+        replace(c, checkpoint=True, data=DataDegree(strategy="zero1" if i else "replicate", degree=2))
+        for i, c in enumerate(plan.components)
+    )
+    ddp = Baseline(name="ddp", step_time_s=1.0, memory_bytes_max=1, fits=True, num_microbatches=2)
+    mixed = replace(plan, components=components, global_batch=32, baselines=(ddp,))
+    text = exported(mixed, "torch", monkeypatch, tmp_path, capsys)["text"]
+    assert "RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = 4, 32, 2," in text
+    assert "RECOMPUTED" not in text
+    assert "recomputes" not in text
+    engine = exported(mixed, "deepspeed", monkeypatch, tmp_path, capsys)["text"]
+    for line in ('"train_micro_batch_size_per_gpu": 4', '"gradient_accumulation_steps": 2', '"train_batch_size": 32'):
+        assert line in engine
+
+
+def test_shards_that_a_plan_does_not_tell_are_not_guessed() -> None:
+    """Of HSDP as a baseline nothing says over how many ranks a copy is sharded."""
+    plan = resnet("asa", ranks=4)
+    first = replace(plan.components[0], data=DataDegree(strategy="zero1", degree=4))
+    times = {"hsdp": 1.0, "ddp": 2.0}
+    known = {n: Baseline(name=n, step_time_s=s, memory_bytes_max=1, fits=True) for n, s in times.items()}
+    mixed = replace(plan, components=(first, *plan.components[1:]), baselines=tuple(known.values()))
+    for tool in ("accelerate", "torchtitan", "megatron"):
+        t = TOOLS[tool]
+        assert choose(mixed, t.able, tool, recompute=t.recompute, grids=t.grids).name == "ddp"
+        with pytest.raises(UsageError, match="none of the baselines it could run fits"):
+            snippet(tool, replace(mixed, baselines=(known["hsdp"],)))
+
+
+def test_an_engine_whose_weights_are_in_half_precision_reads_such_images() -> None:
+    for precision, cast in (("bf16", ".bfloat16()"), ("fp16", ".half()")):
+        text = snippet("deepspeed", replace(WHOLE["zero2"], precision=precision))
+        assert f"device=engine.device){cast}\n" in text
+        assert f"DeepSpeed holds weights in {precision}" in text
+        other = snippet("accelerate", replace(WHOLE["zero1"], precision=precision))
+        assert f"device=accelerator.device){cast}\n" in other
+        assert cast not in snippet("accelerate", replace(WHOLE["ddp"], precision=precision))
+    assert ".bfloat16()" not in snippet("deepspeed", WHOLE["zero2"])
+    tokens = {"model_spec": "gpt2:tiny", "input_shape": (16,), "num_classes": 64, "precision": "bf16"}
+    assert ".bfloat16()" not in snippet("deepspeed", resnet("ddp", **tokens))
+
+
+def test_what_frameworks_of_language_models_do_not_compute_alike_is_said() -> None:
+    alone = llama("tensor", 1, 8, 1)
+    assert "computes in bf16 under replicas alone or with shards: this is fp32" in snippet("torchtitan", alone)
+    assert "this is fp32" not in snippet("torchtitan", llama("asa", 4, 2, 1, "zero3"))
+    assert "Megatron-LM holds weights in bf16" in snippet("megatron", alone)
+    sharded = replace(llama("zero1", 8, 1, 1, "zero1"), optimizer="sgd")
+    assert "shards the state of Adam alone: take AdamW for zero1" in snippet("megatron", sharded)
+    assert "Adam alone" not in snippet("megatron", replace(sharded, optimizer="adamw"))
+
+
+def test_scripts_for_several_machines_are_started_on_each_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {
+        "torch": "# on each of 2 machines: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d",
+        "accelerate": "# on each of 2 machines: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d",
+        "fabric": "devices=8, num_nodes=2,",
+        "deepspeed": "deepspeed --hostfile HOSTS --num_nodes 2 --num_gpus 8 FILE",
+        "torchtitan": "--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST:29400 -m torchtitan.train",
+        "megatron": '--nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "$HEAD:29400"',
+    }
+    plan = resnet("ddp", ranks=16, global_batch=64)
+    for tool, line in wanted.items():
+        assert line in exported(plan, tool, monkeypatch, tmp_path, capsys)["text"], tool
+    one = exported(resnet("ddp", ranks=8, global_batch=64), "torch", monkeypatch, tmp_path, capsys)["text"]
+    assert "torchrun --standalone --nproc-per-node 8 FILE" in one
 
 
 def _losses(command: list[str], *, package: str) -> list[float]:

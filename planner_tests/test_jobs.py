@@ -25,7 +25,7 @@ from asa.cli import choose, entry
 from asa.cli.console import Console
 from asa.errors import UsageError
 from asa.ir import codec
-from asa.ir.cluster import Level
+from asa.ir.cluster import Level, RankDevice
 from asa.ir.plan import Plan, Stage
 from asa.report import jobs
 
@@ -65,6 +65,8 @@ def test_machines_follow_the_innermost_links() -> None:
     assert jobs.per_node(plan_for(8), of(("Ethernet 25G", 8)), None) == 1
     assert jobs.per_node(plan_for(16), None, None) == 8
     assert jobs.per_node(plan_for(12), None, 4) == 4
+    domain = replace(of(("NVLink of a rack", 16)), devices_per_host=4)
+    assert jobs.per_node(plan_for(16), domain, None) == 4
     with pytest.raises(UsageError, match=r"12 ranks do not fill machines of 8 evenly; --gpus-per-node 6 takes 2 mach"):
         jobs.per_node(plan_for(12), None, None)
 
@@ -329,3 +331,15 @@ def test_the_manifest_is_of_kubernetes_own_schema(version, device):
     text = jobs.kubernetes(job(image="asa:1", plan=plan_for(16, device), limit_s=60.0))
     for document in yaml.safe_load_all(text):
         validate.validate(document, version, strict=True)
+
+
+def test_a_job_for_unequal_devices_says_which_rank_is_on_which(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    codec.save(nouns.profile(), folder / "profiles" / "tiny.json")
+    devices = tuple(RankDevice(name=n, speed=s) for n, s in (("slow", 0.5), ("fast", 1.0)))
+    codec.save(replace(nouns.cluster(2), devices=devices), folder / "box.json")
+    assert entry.run(["plan", "tiny", "--gpus", "2", "--cluster", "box.json", "--strategies", "ddp"]) == 0
+    capsys.readouterr()
+    assert entry.run(["launch", "slurm"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the plan is for unequal devices, ranks 0 on fast; 1 on slow: machines must come in this order" in said

@@ -315,3 +315,15 @@ def test_a_discipline_that_needs_more_than_there_is_is_refused_in_a_line() -> No
     needed = max(plan(nouns.profile(), box(), FULL, request)[0].prediction.memory_bytes_per_rank)
     with pytest.raises(InfeasibleError, match=r"ps_sync needs .* [KMG]iB on a rank, and .* can be used; take a"):
         plan(nouns.profile(), box(), FULL, replace(request, memory_bytes=int(needed * 0.9)))
+
+
+def test_a_server_on_a_device_of_its_own_is_compared_with_strategies_on_all_devices():
+    plain = Request(gpus=4, global_batch=16, strategies=("ddp",))
+    ddp = plan(nouns.profile(), box(), FULL, plain)[0]
+    for name in ("ps_async:placement=own", "ps_async", "local_sgd:groups=2"):
+        found = plan(nouns.profile(), box(), FULL, replace(plain, strategies=(name,)))[0]
+        by = {b.name: b.step_time_s for b in found.baselines}
+        assert by["ddp"] == ddp.prediction.step_time_s, name
+        assert found.certificate.gap == pytest.approx(
+            1 - found.certificate.lower_bound_s / found.prediction.step_time_s, abs=1e-9
+        )

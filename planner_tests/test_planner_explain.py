@@ -10,11 +10,13 @@ import known_models
 import nouns
 import pytest
 
+from asa import strategies
 from asa.cost.machine import presets
 from asa.errors import InvalidInputError, UsageError
 from asa.ir.plan import Plan
 from asa.ir.units import MIB
 from asa.planner import Request, explain, plan, why_not
+from asa.report.text.explain import communicates, computes
 
 FULL = fake_strategies.FULL
 PROFILE = known_models.profile(known_models.vgg16(32), 4000.0, 64)
@@ -122,3 +124,29 @@ def test_tight_memory_is_named_as_what_binds():
     ))  # fmt: skip
     ddp = plan(profile, slow, fake_strategies.PLAIN, Request(gpus=2, global_batch=8, strategies=("ddp",)))[0]
     assert explain(ddp, profile, slow, fake_strategies.PLAIN).binding == "communication"
+
+
+def test_weights_that_are_gathered_after_the_update_count_as_communication():
+    found = plan(PROFILE, CLUSTER, FULL, Request(gpus=8, global_batch=256, strategies=("zero1",)))[0]
+    causes = explain(found, PROFILE, CLUSTER, FULL)
+    assert sum(computes(c) for c in causes.components) == pytest.approx(found.prediction.compute_s)
+    moved = sum(communicates(c) for c in causes.components)
+    p = found.prediction
+    assert moved == pytest.approx(p.exposed_communication_s + p.hidden_communication_s)
+
+
+def test_a_plan_that_was_made_heavier_is_explained_so():
+    found = plan(PROFILE, CLUSTER, FULL, Request(gpus=8, global_batch=256, strategies=("ddp",)))[0]
+    plain = explain(found, PROFILE, CLUSTER, FULL).peak_bytes
+    assert explain(replace(found, memory_scale=1.5), PROFILE, CLUSTER, FULL).peak_bytes > plain
+
+
+def test_links_that_a_pipeline_waits_for_are_what_binds():
+    slow = replace(CLUSTER, levels=tuple(
+        replace(level, tables=tuple(replace(t, points=tuple((s, 40 * v) for s, v in t.points)) for t in level.tables))
+        for level in CLUSTER.levels
+    ))  # fmt: skip
+    asked = Request(gpus=8, global_batch=256, strategies=("1f1b",))
+    for cluster, binding in ((CLUSTER, "compute"), (slow, "communication")):
+        found = plan(PROFILE, cluster, strategies.offered(), asked)[0]
+        assert explain(found, PROFILE, cluster, strategies.offered()).binding == binding

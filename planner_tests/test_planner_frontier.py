@@ -239,3 +239,20 @@ def test_the_command_prints_them_only_when_asked(tmp_path, monkeypatch, capsys):
     assert points["epochs"] == 90
     assert f"{90 * points['frontier']['cost'][0]['epoch_cost']:.4g}" in said
     assert first["gpus"] == points["frontier"]["cost"][0]["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "paid"),
+    [("local_sgd:groups=2", [1, 2, 4], {2: 2, 4: 4}), ("ps_async:placement=own", [1, 2, 3, 4], {2: 2, 3: 3, 4: 4})],
+)
+def test_groups_and_servers_are_paid_for_and_too_few_devices_are_a_point(name, sizes, paid):
+    request = Request(gpus=4, global_batch=8, strategies=(name,))
+    points = frontier.against_cost(nouns.profile(), nouns.cluster(4), FULL, request, price=3.0, epoch_samples=8)
+    assert [p.gpus for p in points if p.gpus in sizes] == [p.gpus for p in points]
+    assert points[0].why_not
+    assert points[-1].up_to == 4
+    for p in points[1:]:
+        assert p.num_ranks == paid[p.gpus]
+        assert p.epoch_cost == pytest.approx(paid[p.gpus] * 3.0 * p.step_time_s / 3600)
+    answer = plan(nouns.profile(), nouns.cluster(4), FULL, request)[0]
+    assert answer.num_ranks < answer.num_processes == 4

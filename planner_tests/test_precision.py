@@ -81,6 +81,15 @@ def test_tf32_is_priced_where_a_card_has_it_and_refused_elsewhere() -> None:
         require_precision(torch.device("cpu"), "tf32")
 
 
+def test_cards_without_bf16_have_no_peak_for_it() -> None:
+    """What V100 and T4 state for half precision is that of fp16: in bf16 torch computes on their fp32 cores."""
+    for name in ("v100-dgx1-8", "t4-pcie-4"):
+        device = presets.load(name).device
+        assert device.peak_flops("bf16") == 0.0
+        assert device.peak_flops("fp16") == device.peak_bf16_flops > 0
+    assert presets.load("a100-nvlink-8").device.peak_flops("bf16") == 312e12
+
+
 def test_tf32_is_estimated_between_fp32_and_bf16() -> None:
     device = presets.load("a100-nvlink-8").device
     model = build("plain")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from asa.cost.machine import presets
-from asa.cost.machine.nearest import same_gpu
 from asa.cost.traffic.collectives import Links
 from asa.errors import UsageError
 from asa.ir import codec
+from asa.ir.chips import other_gpu, same_gpu
 from asa.ir.traffic import Collective
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,3 +73,6 @@ def test_a_card_of_every_preset_is_known_by_its_name():
         assert same_gpu(own, own)
         assert same_gpu(own, own.removeprefix("NVIDIA ")), own
     assert not any(same_gpu("NVIDIA GeForce RTX 4090 Laptop GPU", presets.load(n).device.name) for n in presets.names())
+    assert other_gpu("NVIDIA A100-SXM4-40GB", presets.load("t4-pcie-4").device.name)
+    assert not other_gpu("NVIDIA A100-PCIE-40GB", presets.load("a100-nvlink-8").device.name)
+    assert not other_gpu("a card of ours", presets.load("t4-pcie-4").device.name)

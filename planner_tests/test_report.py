@@ -380,6 +380,19 @@ def test_a_price_adds_the_cost_of_an_epoch_to_the_screen_the_page_and_the_table(
     assert given.price == 2.5
 
 
+def test_models_of_other_batches_have_their_own_epochs_and_headlines():
+    plain = nouns.bench()
+    small = [replace(r, global_batch=16, samples_per_s=16 / r.step_time_s.median / 2) for r in plain.of("small")]
+    made = replace(plain, results=(*plain.of("tiny"), *small))
+    chart = next(c for c in charts.charts(made) if c.name == "training_time")
+    found = {row[:2]: dict(zip(chart.columns, row, strict=True))["epoch_s"] for row in chart.rows}
+    table = {(row[0], row[1]): row[bench.CSV_COLUMNS.index("epoch_s")] for row in bench.csv_rows(made)}
+    assert found == table
+    assert found["small", "asa"] == pytest.approx(2 * 1000 / 16 * 0.5), "half of that is waiting for data"
+    assert "batch 64" in bench_screen.headline(made, "tiny")
+    assert "batch 16" in bench_screen.headline(made, "small")
+
+
 def test_results_csv_has_every_cell_in_plain_numbers(written):
     with (written / "results.csv").open() as stream:
         rows = list(csv.DictReader(stream))

@@ -179,3 +179,19 @@ def test_operators_asked_once_say_what_they_said():
     with Remembered() as mode:
         assert (results(x), results(y), results(x)) == plain
     assert mode.spared > 0
+
+
+def test_weights_that_are_not_trained_are_counted_and_the_plan_says_so():
+    def adapter() -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 192), nn.ReLU(), nn.Linear(192, 10))
+        model[0].requires_grad_(False)
+        return model
+
+    found = structure_of(adapter, adapter, torch.zeros(2, 64), name="adapter", num_classes=10)
+    (note,) = found.graph.notes
+    assert note.startswith("87% of the weights are not trained; their gradients")
+    trained = structure_of(
+        lambda: adapter().requires_grad_(), lambda: adapter().requires_grad_(), torch.zeros(2, 64), name="whole",
+        num_classes=10,
+    )  # fmt: skip
+    assert trained.graph.notes == ()

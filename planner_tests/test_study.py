@@ -401,6 +401,20 @@ def test_epochs_that_are_finished_are_kept_if_a_training_is_stopped(ending, monk
     assert {s: [a.epoch for a in r.accuracy] for s, r in heard.items()} == {"ps_sync": [1.0]}
 
 
+def test_a_training_of_its_own_has_the_wait_for_data_apart_as_turns_have(monkeypatch, tmp_path):
+    """A step is one of computing and communicating in every row of a table; samples per second include the wait."""
+    epochs = [replace(e, measurements=replace(e.measurements, mean_step_s=0.5, data_wait_s=0.3)) for e in
+              (nouns.epoch(0), nouns.epoch(1))]  # fmt: skip
+    monkeypatch.setattr(study_runners.Site, "images", lambda _: (range(80), range(8)))
+    site = study_runners.Site(
+        block=block_of(("asa", "asa+replan")), args=args("--study", "grid"), console=Console(), device="cpu",
+        profile=nouns.profile(), cluster=nouns.cluster(2), folder=tmp_path, budget_s=1000.0,
+    )  # fmt: skip
+    found = study_runners._result(site, "asa+replan", nouns.plan(), epochs, [])
+    assert (found.step_time_s.median, found.data_wait_s) == (0.5, 0.3)
+    assert found.samples_per_s == pytest.approx(8 / 0.8)
+
+
 @pytest.mark.parametrize(
     ("words", "rate"), [((), "0.1"), (("--lr", "0.02"), "0.02"), (("--optimizer", "adamw"), "0.001")]
 )

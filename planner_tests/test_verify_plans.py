@@ -107,3 +107,9 @@ def test_the_plan_that_measurement_chose_keeps_its_name_its_bound_and_what_was_m
     assert "710 ms" in text
     assert nouns.plan("asa").measured is None
     assert "measured" not in codec.to_data(nouns.plan("asa"))
+
+
+def test_the_strategy_that_measurement_chose_among_those_asked_for_is_named():
+    """Other commands take a plan for what its name says."""
+    first, other = nouns.plan("ddp"), nouns.plan("fsdp")
+    assert verify_plans._as_answer(first, other, "a note").strategy == "fsdp"

@@ -15,6 +15,7 @@ from asa.cli.verb import Arguments
 from asa.errors import UnavailableError, UsageError
 from asa.ir import bench as nouns
 from asa.ir import codec
+from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import is_discipline, parse
 from asa.launch import cuda_devices, usable_cores
@@ -152,7 +153,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     """The named cluster, or one measured on this machine: the newest stored one, or a new measurement.
 
     Raises:
-        UsageError: the named cluster has another kind of device, or is too small.
+        UsageError: the named cluster has other devices than this machine, or is too small.
     """
     if args.cluster:
         named = choose.named_cluster(args.cluster)
@@ -160,6 +161,12 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
             raise UsageError(
                 f"cluster {named.name} has {named.num_devices} {named.device.type} devices, this command runs on "
                 f"{gpus} of {device}; leave out --cluster to measure one, or change --gpus or --device"
+            )
+        here = machine(device, gpus).device_name if device == "cuda" else named.device.name
+        if other_gpu(named.device.name, here):
+            raise UsageError(
+                f"cluster {named.name} has {named.device.name}, this command runs on {here}; leave out --cluster, or "
+                f"predict with `asa plan --cluster {named.name}`"
             )
         return named
     import torch

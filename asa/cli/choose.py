@@ -17,6 +17,7 @@ from asa.cli.options import check_model, input_shape
 from asa.cli.verb import Arguments
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
 from asa.ir import codec
+from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
@@ -121,6 +122,8 @@ def profile(
         UsageError: a profile was named together with options that contradict it.
         UnavailableError: a GPU is needed to measure, and there is none.
     """
+    from asa.cost.machine.estimate import measured_on
+
     remark(args, console, model)
     if model is not None and places.looks_like_file(model):
         named = codec.load(Profile, Path(model))
@@ -134,7 +137,7 @@ def profile(
     any_way = _is_set(args, "compile")
     matches = [(path, p) for path, p in every if fits(p, args, model) and (any_way or p.runs_on(args.gpus))]
     for path, p in matches:
-        if cluster is None or p.device.type == cluster.device.type:
+        if cluster is None or measured_on(p, cluster):
             better = fastest(p, matches)
             if better is None:
                 return p, f"profile {places.shown(path)}{_others(p, matches)}"
@@ -156,11 +159,18 @@ def profile(
     if importlib.util.find_spec("torch") is None:
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
-    if cluster is None or cluster.device.type == "cpu" or cuda_devices():
+    if cluster is None or _is_here(cluster):
         device = _local_device(cluster.device.type if cluster else "auto")
         admit(cluster or default_cluster(console, device, args.gpus))
         return measured(args, console, model, device.type)
     return estimated(args, model, cluster)
+
+
+def _is_here(cluster: Cluster) -> bool:
+    """Whether this machine has devices like those of ``cluster``, on which a model can be measured for it."""
+    if cluster.device.type == "cpu":
+        return True
+    return bool(cuda_devices()) and not other_gpu(_local_device("cuda").name, cluster.device.name)
 
 
 def _local_device(kind: str) -> DeviceRecord:
@@ -305,6 +315,12 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     )
 
 
+def said_of_discipline(plan: Plan) -> str:
+    """A line on the times that are shown of a plan whose workers do not take every step together."""
+    inside = "a group's step" if plan.groups > 1 else "a step of its workers"
+    return f"asa: {plan.consistency}: this is {inside} as if they waited for one another, without servers and meetings"
+
+
 def fits(p: Profile, args: Arguments, model: str | None) -> bool:
     """Whether a profile satisfies all given options; options that were not given do not count."""
     return (
@@ -358,8 +374,9 @@ def described(p: Profile) -> str:
 
 
 def _for_cluster(p: Profile, cluster: Cluster | None, text: str) -> tuple[Profile, str]:
-    """``p`` with its sentence, extended by a warning if it was measured on another kind of device and must be
-    converted."""
-    if cluster is None or p.device.type == cluster.device.type:
+    """``p`` with its sentence, extended by a warning if it was measured on other devices and must be converted."""
+    from asa.cost.machine.estimate import measured_on
+
+    if cluster is None or measured_on(p, cluster):
         return p, text
     return p, f"{text} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"

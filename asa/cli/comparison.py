@@ -225,6 +225,18 @@ def notes(contest: ModelBench) -> list[str]:
     return lines
 
 
+def unlike(args: Arguments, contests: Sequence[ModelBench]) -> list[str]:
+    """A remark if models ran at other batches, inputs or precisions than the first, which the settings are of."""
+    conditions = {
+        c.model: f"batch {args.global_batch or c.profile.global_batch} of "
+        f"{'x'.join(map(str, c.profile.graph.input_shape))}, {c.profile.precision}"
+        for c in contests
+    }
+    if len(set(conditions.values())) < 2:
+        return []
+    return [f"models ran under different conditions: {'; '.join(f'{m}: {text}' for m, text in conditions.items())}"]
+
+
 def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: ImageSet) -> nouns.BenchSettings:
     """The settings of the benchmark, including defaults."""
     from asa.executor.measuring.benchmark import turn_steps
@@ -297,7 +309,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
     wait = statistics.median(cell.data_wait) if cell.data_wait else 0.0
     step_s = cell.step_time.median + wait
     rate = flops_per_sample(contest.profile) * plan.global_batch / step_s
-    peak = contest.cluster.device.peak_flops(plan.precision)
+    peak = contest.cluster.ordered(plan.devices).peak_flops(plan.precision, plan.num_processes)
     return nouns.BenchResult(
         model=contest.model,
         strategy=strategy,
@@ -321,7 +333,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
         data_wait_s=wait,
         samples_per_epoch=cell.samples_per_epoch,
         flops_per_s=rate,
-        mfu=rate / (plan.num_processes * peak) if peak else None,
+        mfu=rate / peak if peak else None,
         predicted_bubble_s=p.bubble_s if len(plan.stages) > 1 else None,
         state_memory_bytes=max(cell.state_memory_bytes) if cell.state_memory_bytes else None,
         reserved_memory_bytes=max(cell.reserved_memory_bytes) if cell.reserved_memory_bytes else None,

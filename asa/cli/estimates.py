@@ -55,7 +55,15 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
     if not path.is_file():
         codec.save(profile, path)
     of = f"{model} (inputs of {'x'.join(map(str, graph.input_shape))})"
-    return profile, f"times of {of} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
+    said = f"times of {of} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
+    return profile, said + _without(args)
+
+
+def _without(args: Arguments) -> str:
+    """Options that no estimate counts, in words; empty without them."""
+    ways = [(n, getattr(args, n, None)) for n in ("memory_format", "compile")]
+    names = [f"--{n.replace('_', '-')} {way}" for n, way in ways if way not in (None, "none", "contiguous")]
+    return f"; {' and '.join(names)} counts only where a profile was measured with it" if names else ""
 
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:

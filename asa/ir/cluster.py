@@ -16,6 +16,7 @@ from asa.ir.units import LEAST_RATE, MOST_AMOUNT, MOST_SECONDS
 MOST_SLOWDOWN = 1e6
 MOST_SPEED = 1e6
 _BEFORE_AMPERE = re.compile(r"\b(K80|P100|P40|P4|V100|TITAN|T4|RTX 20\d\d|GTX)\b", re.IGNORECASE)
+_SINCE_AMPERE = ("tf32", "bf16")
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
 """How a value was obtained, from a benchmark on the machine to an estimate from its data sheet."""
@@ -49,11 +50,13 @@ class Device:
         """Peak FLOP/s at ``precision``; 0 if unknown.
 
         For TF32 it is half the rate of bf16, as in the data sheets of NVIDIA's GPUs from Ampere on. Earlier GPUs have
-        no TF32.
+        neither; what they state as that of bf16 is that of fp16.
         """
+        old = self.type == "cuda" and _BEFORE_AMPERE.search(self.name) is not None
+        if old and precision in _SINCE_AMPERE:
+            return 0.0
         if precision == "tf32":
-            without = self.type == "cpu" or _BEFORE_AMPERE.search(self.name)
-            return 0.0 if without else max(self.peak_fp32_flops, self.peak_bf16_flops / 2)
+            return 0.0 if self.type == "cpu" else max(self.peak_fp32_flops, self.peak_bf16_flops / 2)
         return self.peak_fp32_flops if precision == "fp32" else self.peak_bf16_flops
 
 
@@ -215,6 +218,17 @@ class Cluster:
     def speed(self, rank: int) -> float:
         """Speed of the device of ``rank``, relative to ``device``."""
         return 1.0 if self.devices is None else self.devices[rank].speed
+
+    def peak_flops(self, precision: str, ranks: int) -> float:
+        """Peak FLOP/s of the devices of the first ``ranks`` ranks together, each in proportion to its speed; 0 if
+        unknown."""
+        return self.device.peak_flops(precision) * sum(self.speed(min(r, self.num_devices - 1)) for r in range(ranks))
+
+    def without(self, precision: str, ranks: int) -> str:
+        """Name of one of the ``ranks`` fastest unequal devices that lacks ``precision``; empty if none does."""
+        devices = self.ordered(self.fastest_first()).devices or ()
+        old = (d.name for d in devices[:ranks] if _BEFORE_AMPERE.search(d.name))
+        return next(old, "") if self.device.type == "cuda" and precision in _SINCE_AMPERE else ""
 
     def speeds(self, ranks: Sequence[int]) -> tuple[float, ...]:
         """Speeds of ``ranks``; empty if all have the speed of ``device``.

@@ -233,14 +233,15 @@ TOO_SLOW = "its compute alone takes longer than another split"
 
 @noun
 class Baseline:
-    """A standard strategy for the whole model, compared with the plan. ``why_not`` says why it does not fit, or cannot
-    be built."""
+    """A standard strategy for the whole model, compared with the plan, in the number of microbatches in which it is
+    fastest. ``why_not`` says why it does not fit, or cannot be built."""
 
     name: str
     step_time_s: float | None
     memory_bytes_max: int | None
     fits: bool
     why_not: str = ""
+    num_microbatches: int = later(1)
 
 
 @noun

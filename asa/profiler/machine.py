@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from asa.errors import UnavailableError, UsageError
+from asa.instruments.memory_limits import free_on_host
 from asa.ir.profile import DeviceRecord, Precision
 from asa.launch import cuda_devices, usable_cores
 from asa.launch.devices import cpu_name, is_virtual
@@ -69,7 +70,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could be allocated on ``device`` now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-    return min([int(psutil.virtual_memory().available), *_cgroup_limits()])
+    known = free_on_host()
+    return min([int(psutil.virtual_memory().available), *_cgroup_limits(), *([] if known is None else [known])])
 
 
 def _cgroup_limits() -> list[int]:

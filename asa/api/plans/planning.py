@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asa.api.arguments import check_model, read
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec, shipped
+from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName, Plan
 from asa.ir.profile import DeviceRecord, Precision, Profile
@@ -39,7 +40,7 @@ def plan(
 
     Args:
         model: a module, which is measured now on the device of its parameters and left unchanged; or a profile of one.
-            For a ``cluster`` with another kind of device the module is not run: times are estimated from its structure,
+            For a ``cluster`` with other devices the module is not run: times are estimated from its structure,
             and it may be on the meta device, without weights.
         example_input: a batch of at least one sample [N, ...], tokens as int64 [N, T]; needed with a module.
         cluster: a cluster, its file, or a preset's name (``asa cluster list``). By default it is chosen as in ``asa
@@ -87,7 +88,7 @@ def plan(
     if isinstance(model, Profile):
         model.check_runs_on(gpus)
         profile = model
-    elif chosen.device.type != device_of(model).type:
+    elif _is_elsewhere(chosen, device_of(model)):
         profile = estimated(
             model, one_tensor(example_input), chosen, num_classes=num_classes, global_batch=global_batch,
             precision=precision, gpus=gpus,
@@ -98,6 +99,13 @@ def plan(
             precision=precision, limit_s=time_limit_s,
         )  # fmt: skip
     return solve(profile, chosen, offered(), request)[0]
+
+
+def _is_elsewhere(cluster: Cluster, device: torch.device) -> bool:
+    """Whether ``cluster`` has other devices than ``device``: another kind, or another GPU."""
+    if cluster.device.type != device.type:
+        return True
+    return device.type == "cuda" and other_gpu(_record(device).name, cluster.device.name)
 
 
 def _record(device: torch.device) -> DeviceRecord:

@@ -101,7 +101,7 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
         results=tuple(r for contest in contests for r in c.results(args, contest)),
         scaling=tuple(p for contest in contests for p in c.scaling(contest)),
         comparisons=tuple(x for contest in contests for x in contest.comparisons),
-        notes=tuple(n for contest in contests for n in c.notes(contest)),
+        notes=(*c.unlike(args, contests), *(n for contest in contests for n in c.notes(contest))),
     )
     try:
         paths = page.write(bench, folder)

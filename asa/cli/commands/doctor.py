@@ -114,9 +114,11 @@ def _memory(_: Console) -> Check:
 
     total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
     with suppress(ModuleNotFoundError):  # which has torch, and knows of control groups
+        from asa.instruments.memory_limits import free_on_host
         from asa.profiler.machine import total_memory
 
         total = total_memory()
+        free = min(free, known) if (known := free_on_host()) is not None else free
     fix = "close other programs, or choose a smaller model and batch"
     return Check(name="memory", ok=free > 2**31, detail=f"{size(free)} free of {size(total)}", fix=fix)
 

@@ -23,7 +23,7 @@ _MOST_LOG = 2**30
 
 def run(args: Arguments, console: Console) -> None:
     """Show the cost of every component of the plan; with --why-not, compare the plan with another one."""
-    from asa.cli.choose import origins
+    from asa.cli import choose
     from asa.planner.questions.explain import explain, why_not
     from asa.report.text import explain as report
     from asa.report.text.plan import headline, measured
@@ -35,7 +35,9 @@ def run(args: Arguments, console: Console) -> None:
         _show_run(args, console)
         return
     path, plan = places.newest_plan(args.plan)
-    profile, cluster = origins(plan, console, args)
+    profile, cluster = choose.origins(plan, console, args)
+    if plan.consistency is not None:
+        console.say(choose.said_of_discipline(plan))
     data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import NoCheckpointError
+from asa.errors import AsaError, NoCheckpointError, UsageError
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.profiler.paths import slug
@@ -70,7 +72,9 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     path, plan = places.newest_plan(args.plan)
     tool = TOOLS[args.to]
     choice = choose(plan, tool.able, args.to, recompute=tool.recompute, grids=tool.grids)
-    text = tool.write(choice.on_used_ranks(plan), choice)
+    shown = choice.as_run(plan)
+    choice = replace(choice, per_node=_per_node(plan, shown, console))
+    text = tool.write(shown, choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")
         with places.keeping(console, Path(args.output)):
@@ -88,6 +92,19 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
         "not_expressed": list(choice.notes),
         "text": text,
     }
+
+
+def _per_node(plan: Plan, shown: Plan, console: Console) -> int | None:
+    """Ranks of ``shown`` on each machine of the cluster of ``plan``; None if they do not fill machines evenly."""
+    from asa.cli.choose import origins
+    from asa.report.jobs import per_node
+
+    cluster = None
+    with suppress(AsaError):
+        cluster = origins(plan, console)[1]
+    with suppress(UsageError):
+        return per_node(shown, cluster, None)
+    return None
 
 
 VERBS = (

@@ -36,6 +36,9 @@ def run(args: Arguments, console: Console) -> None:
 
     path, plan = places.newest_plan(args.plan)
     out = args.out or str(places.TRAINING / f"{slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
+    cluster = _cluster(plan, args, console)
+    if cluster is not None and cluster.unequal:
+        console.say(_of_devices(plan, cluster))
     in_copy = args.system == "ray"  # Ray runs in a copy of the working directory, where a run would be lost
     job = jobs.Job(
         plan=plan,
@@ -44,7 +47,7 @@ def run(args: Arguments, console: Console) -> None:
         else f"{places.PLANS}/{codec.fingerprint(plan)}.json"
         if in_copy
         else str(path),
-        per_node=jobs.per_node(plan, _cluster(plan, args, console), args.gpus_per_node),
+        per_node=jobs.per_node(plan, cluster, args.gpus_per_node),
         out=str(Path(out).absolute()) if in_copy else out,
         arguments=args.train,
         limit_s=args.time,
@@ -104,6 +107,18 @@ def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
         return origins(plan, console)[1]
     except AsaError:
         return None
+
+
+def _of_devices(plan: Plan, cluster: Cluster) -> str:
+    """A line on the devices that the ranks of ``plan`` must have, which a job starts in the order of machines."""
+    from asa.report.text.cluster import unequal
+
+    order = plan.devices if plan.devices is not None and len(plan.devices) == cluster.num_devices else None
+    where = "; ".join(f"{ranks} on {name}" for (name, _, _), ranks in unequal(cluster.ordered(order)).items())
+    return (
+        f"asa: the plan is for unequal devices, ranks {where}: machines must come in this order, and the devices of "
+        "one in that of CUDA_VISIBLE_DEVICES; the job does not see to it"
+    )
 
 
 def _deliver(text: str, output: str | None, data: dict[str, object], console: Console, how: str) -> None:

@@ -13,7 +13,7 @@ from asa.cli import places
 from asa.cli.commands.system_checks import driver
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import TRAINING
+from asa.errors import TRAINING, UsageError
 from asa.ir import codec
 
 if TYPE_CHECKING:
@@ -116,6 +116,11 @@ def _profile_and_cluster(args: Arguments, console: Console) -> tuple[Profile, Cl
         if cluster.device.name != profile.device.name and count > 1:
             measure = f"`asa cluster measure --gpus {count}`"
             console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
+    if lacking := cluster.without(profile.precision, args.gpus or cluster.num_devices):
+        raise UsageError(
+            f"cluster {cluster.name} has {lacking}, which does not compute in {profile.precision}; take --precision "
+            "fp16 or fp32, or fewer --gpus"
+        )
     return profile, cluster
 
 
@@ -338,19 +343,33 @@ VERBS = (
                 default="auto",
             ),
             o.option(o.COMPRESS, default="none"),
-            o.option(o.INPUT, help="size of one image, for a model that is profiled first (default: the model's own)"),
             o.option(
-                o.TOKENS, help="tokens of one sequence, for a model that is profiled first (default: the model's own)"
+                o.INPUT,
+                help="size of one image, for a model that is profiled first (default: the model's own)",
+                unless="from_run",
             ),
-            o.option(o.CLASSES, help="number of classes, for a model that is profiled first (default: 100)"),
-            o.option(o.PRECISION, help="arithmetic, for a model that is profiled first"),
+            o.option(
+                o.TOKENS,
+                help="tokens of one sequence, for a model that is profiled first (default: the model's own)",
+                unless="from_run",
+            ),
+            o.option(
+                o.CLASSES,
+                help="number of classes, for a model that is profiled first (default: 100)",
+                unless="from_run",
+            ),
+            o.option(o.PRECISION, help="arithmetic, for a model that is profiled first", unless="from_run"),
             o.option(
                 o.MEMORY_FORMAT,
                 default=None,
                 help="only profiles with this order of image data (default: the fastest measured)",
+                unless="from_run",
             ),
             o.option(
-                o.COMPILE, default=None, help="only profiles with this use of torch.compile (default: the fastest)"
+                o.COMPILE,
+                default=None,
+                help="only profiles with this use of torch.compile (default: the fastest)",
+                unless="from_run",
             ),
             Option(
                 name="from-run",

@@ -163,9 +163,11 @@ def _updates(stage: StagePrice) -> float:
 
 
 def _notes(plan: Plan, profile: Profile, cluster: Cluster, device: str) -> tuple[str, ...]:
+    from asa.cost.machine.estimate import measured_on
+
     notes: list[str] = []
     if plan.device_type != device:
         notes.append(f"the plan's times are of {cluster.device.name}, rehearsed on {device}: they do not compare")
-    if profile.provenance.origin == "estimated" or profile.device.type != plan.device_type:
+    if profile.provenance.origin == "estimated" or not measured_on(profile, cluster):
         notes.append("the plan's times are estimated, not measured")
     return tuple(notes)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from asa.cli import bench_setup
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
-from asa.cost.machine.nearest import same_gpu
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
+from asa.ir.chips import same_gpu
 from asa.ir.sealed import CheckedCell, Seal, SealedCheck, newest, read
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from asa.ir import codec
 
 def run(args: Arguments, console: Console) -> None:
     """Simulate one step, show it, and write the trace."""
-    from asa.cli.choose import origins
+    from asa.cli import choose
     from asa.report.text import timeline as report
     from asa.simulator import save_trace, simulate
     from asa.strategies import offered
@@ -24,13 +24,10 @@ def run(args: Arguments, console: Console) -> None:
             raise UsageError(f"--trace {args.trace}: Perfetto reads names that end in .json or .json.gz")
         places.check_writable(Path(args.trace), "--trace")
     path, plan = places.newest_plan(args.plan)
-    profile, cluster = origins(plan, console, args)
+    profile, cluster = choose.origins(plan, console, args)
     timeline = simulate(plan, profile, cluster, offered())
     if plan.consistency is not None:
-        inside = "a group's step" if plan.groups > 1 else "a step of its workers"
-        console.say(
-            f"asa: {plan.consistency}: this is {inside} as if they waited for one another, without servers and meetings"
-        )
+        console.say(choose.said_of_discipline(plan))
     data = {
         "schema_version": codec.SCHEMA_VERSION,
         "kind": "timeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -204,19 +205,20 @@ def _result(
         for r, elapsed_s in zip(records, accumulate(r.seconds for r in records), strict=True)
     ]  # fmt: skip
     rate = c.flops_per_sample(site.profile) * last.global_batch
-    peak = site.cluster.device.peak_flops(plan.precision)
+    peak = site.cluster.ordered(plan.devices).peak_flops(plan.precision, last.num_ranks)
     per_epoch = -(-len(site.images()[0]) // last.global_batch)
     timed = records[-1:] if strategy == REPLANNED else records[1:] or records
     steps = Stat.of([_mean_step_s(r.measurements) for r in timed])
+    waiting_too = statistics.median(_mean_step_s(r.measurements) + r.measurements.data_wait_s for r in timed)
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=last.num_ranks, global_batch=last.global_batch,
         step_time_s=steps, predicted_step_time_s=last.predicted_step_time_s,
-        samples_per_s=last.global_batch / steps.median, data_wait_s=last.data_wait_s,
+        samples_per_s=last.global_batch / waiting_too, data_wait_s=last.data_wait_s,
         communication_s=last.communication_s,
         peak_memory_bytes=max(last.peak_memory_bytes) if last.peak_memory_bytes else None,
         predicted_memory_bytes=max(last.predicted_memory_bytes), plan_fingerprint=last.plan_fingerprint,
         components=plan.components, accuracy=tuple(points),
-        flops_per_s=rate / steps.median, mfu=rate / steps.median / (last.num_ranks * peak) if peak else None,
+        flops_per_s=rate / waiting_too, mfu=rate / waiting_too / peak if peak else None,
         utilisation=last.utilisation, energy_j=None if last.energy_j is None else last.energy_j / per_epoch,
         ages=_ages(servers), **_pipelined(plan),
     )  # fmt: skip
@@ -236,10 +238,9 @@ def _ages(servers: Sequence[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def _mean_step_s(measured: Measurements) -> float:
-    """Mean seconds of an epoch per global batch, with waiting for data: known for workers that wait for one another and
-    for those that do not."""
-    step = measured.step_time.median if measured.mean_step_s is None else measured.mean_step_s
-    return step + measured.data_wait_s
+    """Mean seconds of an epoch per global batch, known for workers that wait for one another and for those that do not.
+    The wait for data is apart, except for workers that do not wait for one another."""
+    return measured.step_time.median if measured.mean_step_s is None else measured.mean_step_s
 
 
 DISCIPLINES: tuple[str, ...] = get_args(DisciplineName)
@@ -312,13 +313,13 @@ def predicted_result(site: Site, strategy: str) -> BenchResult:
     p = plan.prediction
     computing = p.compute_s / p.step_time_s if p.step_time_s else None
     rate = c.flops_per_sample(site.profile) * p.samples_per_s
-    peak = site.cluster.device.peak_flops(plan.precision)
+    peak = site.cluster.ordered(plan.devices).peak_flops(plan.precision, plan.num_processes)
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=plan.num_processes, global_batch=plan.global_batch,
         step_time_s=None, why_not="predicted", predicted_step_time_s=p.step_time_s, predicted_low_s=p.step_time_low_s,
         predicted_high_s=p.step_time_high_s, predicted_communication_s=p.exposed_communication_s,
         predicted_memory_bytes=max(p.memory_bytes_per_rank), predicted_bubble_s=p.bubble_s, flops_per_s=rate,
-        mfu=rate / (plan.num_processes * peak) if peak else None, plan_fingerprint=codec.fingerprint(plan),
+        mfu=rate / peak if peak else None, plan_fingerprint=codec.fingerprint(plan),
         utilisation=computing,
         components=plan.components, **_pipelined(plan),
     )  # fmt: skip

@@ -194,7 +194,9 @@ def work_of(plan: Plan, console: Console) -> Work | None:
         profile, cluster = origins(plan, console)
     except AsaError:
         return None
-    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=cluster.device.peak_flops(plan.precision))
+    count = plan.num_processes
+    peak = cluster.ordered(plan.devices).peak_flops(plan.precision, count) / count
+    return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=peak)
 
 
 def save_timelines(plan: Plan, out: Path, console: Console) -> str:

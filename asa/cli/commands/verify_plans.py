@@ -181,7 +181,8 @@ def _verdict(plans: Sequence[Plan], best: int, measured: Measured) -> str:
 
 
 def _as_answer(first: Plan, best: Plan, note: str) -> Plan:
-    """``best`` as the answer in place of ``first``, with its bound, baselines and name."""
+    """``best`` as the answer in place of ``first``, with its bound and baselines, and as ``asa`` where any plan was
+    asked for."""
     if best is first:
         return replace(first, notes=(*first.notes, note))
     answer = best.prediction.step_time_s
@@ -195,5 +196,6 @@ def _as_answer(first: Plan, best: Plan, note: str) -> Plan:
     )
     notes = tuple(n for n in best.notes if not n.startswith("stay with"))
     return replace(
-        best, strategy=first.strategy, certificate=certificate, baselines=first.baselines, notes=(note, *notes)
+        best, strategy="asa" if first.strategy == "asa" else best.strategy, certificate=certificate,
+        baselines=first.baselines, notes=(note, *notes),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from asa.cost.constants import constant
 from asa.errors import InvalidInputError
+from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster, Device
 from asa.ir.graph import Component, LayerGraph, SequenceSplit
 from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
@@ -54,7 +55,7 @@ def estimate(
         kind = precision if precision in ("fp32", "tf32") else "bf16"
         raise InvalidInputError(
             f"device {device.name} states no {kind} peak or no memory bandwidth, so nothing can be estimated for it; "
-            "profile on it instead"
+            "take another --precision, or profile on it instead"
         )
     dispatch = constant("estimate_dispatch_cpu_s" if device.type == "cpu" else "estimate_dispatch_cuda_s")
     launch = 0.0 if device.type == "cpu" else constant("estimate_launch_cuda_s")
@@ -97,12 +98,12 @@ def estimate(
 
 
 def on_device(profile: Profile, cluster: Cluster) -> Profile:
-    """``profile`` itself if the cluster's devices are of its type, else an estimate from its graph.
+    """``profile`` itself if it was measured on devices like the cluster's, else an estimate from its graph.
 
     Raises:
         InvalidInputError: an estimate is needed but impossible: see :func:`estimate`.
     """
-    if profile.device.type == cluster.device.type:
+    if measured_on(profile, cluster):
         return profile
     return estimate(
         profile.graph,
@@ -114,6 +115,12 @@ def on_device(profile: Profile, cluster: Cluster) -> Profile:
         max_degree=cluster.num_devices,
         trained_on_one=trained_on_one(profile),
     )
+
+
+def measured_on(profile: Profile, cluster: Cluster) -> bool:
+    """Whether times of ``profile`` hold for ``cluster``: both are of processors, or of GPUs that may be of one chip."""
+    kind, name = profile.device.type, profile.device.name
+    return kind == cluster.device.type and (kind == "cpu" or not other_gpu(name, cluster.device.name))
 
 
 def trained_on_one(profile: Profile) -> bool:

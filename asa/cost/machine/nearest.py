@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from asa.cost.machine import presets, widen
 from asa.errors import UnavailableError, UsageError
+from asa.ir.chips import other_gpu, same_gpu
 from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.profile import DeviceRecord
-
-_ADDITIONS = {"ti", "super", "ada", "d", "laptop", "mobile"}
-"""Words after a GPU's number that mean a different chip."""
 
 
 def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) -> Cluster:
     """The first of: a cluster of ``known`` (measured here) with this device and at least ``gpus`` ranks; a preset of
     this GPU; for one rank, the device alone; the largest known cluster, widened to ``gpus`` ranks.
+    Clusters of another GPU are passed over.
 
     Raises:
         UsageError: clusters of this type are known, but none has so many devices.
@@ -24,6 +22,7 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
     """
     device, device_name = record.type, record.name
     local = [c for c in known if c.device.type == device]
+    local = [c for c in local if device == "cpu" or not other_gpu(c.device.name, device_name)]
     measured = [c for c in local if c.num_devices >= (gpus or 1)]
     if measured:
         return min(measured, key=lambda c: (c.device.name != device_name, c.num_devices))
@@ -52,25 +51,3 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
 def _offered(gpus: int | None) -> str:
     """Presets that the user could name, for an error message."""
     return (presets.offered(gpus) if gpus else "") or "`asa cluster list`"
-
-
-def same_gpu(a: str, b: str) -> bool:
-    """Whether two GPU names mean the same chip: they are equal, or share a word such as A100 or V100, or share a number
-    such as 3090 with the same addition (Ti, Super, Ada, D).
-
-    >>> same_gpu("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"), same_gpu("Tesla V100", "NVIDIA H100")
-    (True, False)
-    >>> same_gpu("NVIDIA GeForce RTX 3070 Ti", "GeForce RTX 3070 Ti"), same_gpu("RTX 3070 Ti", "RTX 3070")
-    (True, False)
-    """
-
-    def words(name: str) -> set[str]:
-        return set(re.split(r"[^a-z0-9]+", name.lower()))
-
-    def chips(name: str) -> set[str]:
-        of_letters = {w for w in words(name) if re.fullmatch(r"[a-z]+\d+[a-z]*", w)}
-        more = "".join(sorted(words(name) & _ADDITIONS))
-        return of_letters | {w + more for w in words(name) if re.fullmatch(r"\d{3,4}", w)}
-
-    ignored = {w for w in chips(a) | chips(b) if w.startswith(("sxm", "hbm", "pcie"))}
-    return a == b or bool(chips(a) & chips(b) - ignored)

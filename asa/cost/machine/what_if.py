@@ -1,10 +1,11 @@
-"""What-if profiles: all times longer, or activations larger, by a factor."""
+"""What-if profiles and clusters: all times longer, or activations larger, by a factor; links that take no time."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+from asa.ir.cluster import Cluster, Level
 from asa.ir.profile import Profile, Stat, Timing
 
 
@@ -43,3 +44,13 @@ def heavier_profile(profile: Profile, factor: float) -> Profile:
             for t in profile.timings
         ),
     )
+
+
+def linked_at_once(cluster: Cluster) -> Cluster:
+    """A copy whose links take next to no time."""
+
+    def at_once(level: Level) -> Level:
+        tables = (replace(t, points=tuple((size, 1e-9 * s) for size, s in t.points)) for t in level.tables)
+        return replace(level, tables=tuple(tables))
+
+    return replace(cluster, levels=tuple(at_once(level) for level in cluster.levels))

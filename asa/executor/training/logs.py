@@ -51,7 +51,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """FLOPs of a sample's forward and backward, and the device's peak in FLOP/s (0: unknown)."""
+    """FLOPs of a sample's forward and backward, and a device's mean peak in FLOP/s (0: unknown)."""
 
     flops_per_sample: float
     peak_flops_per_s: float

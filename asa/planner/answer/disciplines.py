@@ -35,6 +35,8 @@ def planned(
     workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"
     strategy = "single" if workers < 2 else "1f1b" if staged else "ddp"
     plans = solve(replace(request, strategies=(strategy,), gpus=workers))
+    if workers < request.gpus:  # servers have devices of their own, which other strategies would use
+        plans = [replace(p, baselines=_baselines(request, solve)) for p in plans]
     ranks = row("ddp", prices).candidate if request.gpus > 1 and not staged else None
     cost = None
     if staged and workers > 1:
@@ -57,23 +59,27 @@ def _grouped(
         )
     inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
     gpus = discipline.group_size(request.gpus, inside)
-    baselines: tuple[Baseline, ...] = ()
-    with contextlib.suppress(AsaError):  # plain data parallelism may not fit
-        baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
-    plans = []
+    baselines, plans = _baselines(request, solve), list[Plan]()
     for plan in solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count)):
         cost = consistency.grouped(prices, plan, discipline)
         inner = tuple(f"inside a group, {n}" if n.startswith("stay with") else n for n in plan.notes)
         grouped = _plan_under(replace(plan, notes=inner), discipline, request.gpus, cost)
         group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
         prediction = replace(grouped.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0)
-        certificate = replace(plan.certificate, space=f"inside a group; {discipline} was asked for by name")
+        certificate = replace(grouped.certificate, space=f"inside a group; {discipline} was asked for by name")
         grouped = replace(
             grouped, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
             confidence=None, notes=(*grouped.notes, group),
         )  # fmt: skip
         plans.append(_remembering(grouped, prices))
     return plans
+
+
+def _baselines(request: Request, solve: Callable[[Request], list[Plan]]) -> tuple[Baseline, ...]:
+    """The whole strategies on all devices of ``request``; none where plain data parallelism does not fit."""
+    with contextlib.suppress(AsaError):
+        return solve(replace(request, strategies=("ddp",)))[0].baselines
+    return ()
 
 
 def _remembering(plan: Plan, prices: Prices) -> Plan:
@@ -120,18 +126,15 @@ def _plan_under(plan: Plan, discipline: Discipline, gpus: int, cost: StepCost | 
         plan_s = prediction.step_time_s
         longer = cost.total_s / plan_s if plan_s else 1.0
         prediction = replace(
-            prediction,
-            step_time_s=cost.total_s,
-            step_time_low_s=prediction.step_time_low_s * longer,
-            step_time_high_s=prediction.step_time_high_s * longer,
-            compute_s=cost.compute_s,
-            exposed_communication_s=cost.exposed_s,
-            hidden_communication_s=0.0,
-            update_s=cost.update_s,
-            bubble_s=cost.bubble_s,
-            samples_per_s=plan.global_batch / cost.total_s if cost.total_s else 0.0,
-        )
-    certificate = replace(plan.certificate, space=f"{discipline} alone: it was asked for by name")
+            prediction, step_time_s=cost.total_s, step_time_low_s=prediction.step_time_low_s * longer,
+            step_time_high_s=prediction.step_time_high_s * longer, compute_s=cost.compute_s,
+            exposed_communication_s=cost.exposed_s, hidden_communication_s=0.0, update_s=cost.update_s,
+            bubble_s=cost.bubble_s, samples_per_s=plan.global_batch / cost.total_s if cost.total_s else 0.0,
+        )  # fmt: skip
+    certificate = replace(
+        plan.certificate, lower_bound_s=prediction.step_time_s * (1 - plan.certificate.gap),
+        space=f"{discipline} alone: it was asked for by name",
+    )  # fmt: skip
     return replace(
         plan, strategy=str(discipline), gpus=gpus, prediction=prediction, certificate=certificate,
         notes=(*plan.notes, *notes), consistency=discipline,

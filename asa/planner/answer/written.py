@@ -92,6 +92,7 @@ def plan_of(
                 memory_bytes_max=memory_max(r.price, space.cluster) if r.price else None,
                 fits=r.fits and pins_allow(space, r.candidate),
                 why_not=r.why_not or ("" if pins_allow(space, r.candidate) else KEPT_OUT),
+                num_microbatches=r.candidate.num_microbatches if r.candidate else 1,
             )
             for r in rows
         ),

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Literal
 
 from asa.cost.machine.estimate import on_device
+from asa.cost.machine.what_if import heavier_profile, linked_at_once
 from asa.cost.memory.peak import libraries
 from asa.cost.planned import Price
 from asa.cost.step import StepCost
@@ -50,8 +51,8 @@ class Alternative:
 class ComponentExplanation:
     """The cost of one component in the plan: seconds per step and bytes at the peak, on the busiest rank.
 
-    ``inside_s`` is its own blocking communication, ``boundary_s`` that of the boundary before it; ``sync_s`` is
-    gradient synchronisation, hidden or not.
+    ``inside_s`` is its own blocking communication, with that of the update (which is in ``update_s`` if the state is
+    offloaded), ``boundary_s`` that of the boundary before it; ``sync_s`` is gradient synchronisation, hidden or not.
     """
 
     name: str
@@ -123,7 +124,8 @@ def _prices(
         strategies=("asa", *named) if named else None,
     )  # fmt: skip
     candidate = Candidate.of(plan, profile, strategies)
-    space = Space(on_device(profile, cluster), cluster.ordered(plan.devices), strategies, request)
+    used = heavier_profile(on_device(profile, cluster), plan.memory_scale)
+    space = Space(used, cluster.ordered(plan.devices), strategies, request)
     return candidate, Prices(space.weighted(candidate.weights))
 
 
@@ -149,10 +151,10 @@ def explain(
                 samples_per_rank=prices.pricer(candidate.width(i), m, prices.busy(candidate)).local(way.layout),
                 forward_s=m * c.forward_s,
                 backward_s=m * c.backward_s + c.bucket_s,
-                inside_s=c.blocking_s,
+                inside_s=c.blocking_s + (0.0 if way.offload else c.update_communication_s),
                 boundary_s=price.boundaries[i].blocking_s,
                 sync_s=c.sync_s,
-                update_s=c.update_s + c.update_communication_s,
+                update_s=c.update_s + (c.update_communication_s if way.offload else 0.0),
                 state_bytes=c.footprint.state + c.footprint.gradients,
                 activation_bytes=c.footprint.activations
                 + price.boundaries[i].footprint.activations
@@ -165,7 +167,8 @@ def explain(
             )
         )
     tight = capacity - price.peak.total < 0.02 * capacity
-    exposed = price.cost.exposed_s > 0.5 * price.cost.total_s
+    unlinked = _prices(plan, profile, linked_at_once(cluster), strategies, memory_bytes)[1].of(candidate)
+    exposed = price.cost.total_s - unlinked.cost.total_s > price.cost.compute_s
     return Explanation(
         components=tuple(rows),
         overlap_s=price.cost.overlap_s,

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from asa.cost.machine.estimate import on_device
 from asa.cost.memory.peak import libraries, needed
-from asa.errors import InfeasibleError
+from asa.errors import InfeasibleError, UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
@@ -134,8 +134,11 @@ def against_cost(
         narrower = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
         try:
             best = plan(profile, cluster, strategies, narrower, known=prices)[0]
-        except InfeasibleError as error:
-            points.append(CostPoint(gpus=gpus, up_to=gpus, why_not=str(error)))
+        except (InfeasibleError, UsageError) as error:  # some disciplines need a certain number of devices
+            if points and points[-1].num_ranks:
+                points[-1] = replace(points[-1], up_to=gpus)
+            else:
+                points.append(CostPoint(gpus=gpus, up_to=gpus, why_not=str(error)))
             continue
         best = _faster(best, answer) if gpus == request.gpus else best
         step = best.prediction.step_time_s
@@ -144,18 +147,11 @@ def against_cost(
             gap = max(points[-1].gap, 1 - best.certificate.lower_bound_s / previous_s)
             points[-1] = replace(points[-1], up_to=gpus, gap=gap)
             continue
-        points.append(
-            CostPoint(
-                gpus=gpus,
-                up_to=gpus,
-                num_ranks=best.num_ranks,
-                step_time_s=step,
-                epoch_s=steps * step,
-                epoch_cost=best.num_ranks * price * steps * step / 3600,
-                gap=best.certificate.gap,
-                memory_bytes_max=max(best.prediction.memory_bytes_per_rank),
-            )
-        )
+        points.append(CostPoint(
+            gpus=gpus, up_to=gpus, num_ranks=best.num_processes, step_time_s=step, epoch_s=steps * step,
+            epoch_cost=best.num_processes * price * steps * step / 3600, gap=best.certificate.gap,
+            memory_bytes_max=max(best.prediction.memory_bytes_per_rank),
+        ))  # fmt: skip
     return tuple(replace(p, on_frontier=_undominated(p, points)) for p in points)
 
 
@@ -193,7 +189,7 @@ def changes(before: Plan, after: Plan) -> str:
     """The differences of ``after`` from ``before``, in a few words."""
     words = []
     for what, old, new in (
-        ("ranks", before.num_ranks, after.num_ranks),
+        ("ranks", before.num_processes, after.num_processes),
         ("stages", len(before.stages), len(after.stages)),
         ("microbatches", before.num_microbatches, after.num_microbatches),
         ("schedule", before.schedule, after.schedule),
@@ -237,7 +233,7 @@ def _way(a: Assignment) -> str:
 def _limit(plan: Plan, cluster: Cluster) -> int:
     """Bytes of memory of the smallest device that ``plan`` fits."""
     held = max(plan.prediction.memory_bytes_per_rank) - libraries(cluster.device)
-    return needed(cluster.device, held, plan.num_ranks)
+    return needed(cluster.device, held, plan.num_processes)
 
 
 def _falling(top: int, floor: int, points: int) -> list[int]:
@@ -265,7 +261,7 @@ def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[Memo
             memory_bytes_max=max(p.prediction.memory_bytes_per_rank),
             step_time_s=p.prediction.step_time_s,
             gap=max(0.0, 1 - bound / p.prediction.step_time_s) if p.certificate.gap > 0 else 0.0,
-            num_ranks=p.num_ranks,
+            num_ranks=p.num_processes,
             num_microbatches=p.num_microbatches,
             changed=changes(faster_plans[i - 1][0], p) if i else "",
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from asa.ir.bench import Bench
 from asa.report.figures import drawing
 from asa.report.figures.drawing import Row
-from asa.report.text.bench import clear_communication, communication_share, near_chance
+from asa.report.text.bench import clear_communication, communication_share, epoch_s, near_chance
 from asa.report.text.tables import short
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def charts(bench: Bench) -> tuple[Chart, ...]:
 
 def training_time(bench: Bench) -> Chart:
     """Measured step time with spread, its prediction, and the time of an epoch."""
-    steps = -(-bench.settings.samples_per_epoch // bench.settings.global_batch)
     rows: list[Row] = []
     for r in bench.results:
         t = r.step_time_s
@@ -58,7 +57,7 @@ def training_time(bench: Bench) -> Chart:
                 t.p10 if t else None,
                 t.p90 if t else None,
                 r.predicted_step_time_s,
-                t.median * steps if t else None,
+                epoch_s(r, bench.settings.samples_per_epoch),
             )
         )
     return Chart(

@@ -22,6 +22,7 @@ def accelerate(plan: Plan, choice: Choice) -> str:
     grid = grid_as(plan, name)
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
     x, y = pieces.batch_lines(plan, str(rows), "device=accelerator.device")
+    x += pieces.engine_cast(plan) if name == "zero1" else ""
     imports, options, code = _how(plan, name, grid)
     split = (
         f"""
@@ -33,7 +34,7 @@ model.tp_size = {grid.tensor}"""
     import_lines = "\n".join(sorted({loss_import, more, *imports}, key=lambda line: (line.startswith("from"), line)))
     return f"""\
 {pieces.header(plan, choice)}#
-# torchrun --standalone --nproc-per-node {ranks} FILE
+# {pieces.torchrun(plan, choice)}
 import os
 
 import torch

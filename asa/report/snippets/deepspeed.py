@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from asa.ir.plan import Plan
-from asa.report.snippets.pieces import batch_lines, header, loss_lines, model_lines
+from asa.report.snippets.pieces import batch_lines, engine_cast, header, loss_lines, machines, model_lines
 from asa.report.snippets.uniform_choice import Choice
 
 _STAGE = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
@@ -32,10 +32,13 @@ def deepspeed(plan: Plan, choice: Choice) -> str:
     more, build = model_lines(plan)
     loss_import, loss = loss_lines(plan)
     x, y = batch_lines(plan, str(rows), "device=engine.device")
+    x += engine_cast(plan)
+    count, each = machines(plan, choice)
+    where = f"--hostfile HOSTS --num_nodes {count} " if count > 1 else ""
     literal = json.dumps(config, indent=4).replace("true", "True").replace("false", "False")
     return f"""\
 {header(plan, choice)}#
-# deepspeed --num_gpus {ranks} FILE
+# deepspeed {where}--num_gpus {each} FILE
 import deepspeed
 import torch
 {loss_import}

@@ -22,7 +22,9 @@ def shard(model, mesh):
 
 def fabric(plan: Plan, choice: Choice) -> str:
     """The script; it starts its own processes."""
-    name, ranks = choice.name, plan.num_ranks
+    name, (count, each) = choice.name, pieces.machines(plan, choice)
+    devices = f"devices={each}" + (f", num_nodes={count}" if count > 1 else "")
+    start = "python FILE" if count == 1 else pieces.torchrun(plan, choice)
     more, build = pieces.model_lines(plan)
     loss_import, loss = pieces.loss_lines(plan)
     grid = grid_as(plan, name)
@@ -36,7 +38,7 @@ def fabric(plan: Plan, choice: Choice) -> str:
     lines = "\n".join(imports)
     text = f"""\
 {pieces.header(plan, choice)}#
-# python FILE
+# {start}
 import os
 
 import torch
@@ -49,7 +51,7 @@ from lightning.fabric import Fabric
 
 strategy = {strategy}
 fabric = Fabric(
-    accelerator="{plan.device_type}", devices={ranks}, strategy=strategy, precision="{_PRECISION[plan.precision]}"
+    accelerator="{plan.device_type}", {devices}, strategy=strategy, precision="{_PRECISION[plan.precision]}"
 )
 fabric.launch()
 torch.manual_seed(0)

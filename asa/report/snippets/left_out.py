@@ -70,6 +70,8 @@ def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
             notes.append(f"a pipeline of torch recomputes nothing by itself, the plan {recomputed} components")
     elif tool == "torch" and plan.precision == "fp16":
         notes.append("fp16 without a scaled loss: add torch.amp.GradScaler")
+    if plan.precision in ("bf16", "fp16") and (tool == "deepspeed" or (tool, name) == ("accelerate", "zero1")):
+        notes.append(f"DeepSpeed holds {_halves(plan)}")
     if tool == "torchtitan":
         notes += _of_titan(plan, name)
     if tool == "megatron":
@@ -91,10 +93,19 @@ def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
     return notes
 
 
+def _halves(plan: Plan) -> str:
+    return (
+        f"weights in {plan.precision}, and in fp32 beside the optimizer's state; the plan holds them in fp32 alone, so "
+        "memory and rounding differ"
+    )
+
+
 def _of_titan(plan: Plan, name: str) -> list[str]:
     grid, notes = grid_as(plan, name), []
     if plan.precision == "fp16":
         notes.append("torchtitan has no fp16: this is fp32")
+    if plan.precision == "bf16" and grid.data == 1 < max(grid.tensor, grid.stages):
+        notes.append("torchtitan computes in bf16 under replicas alone or with shards: this is fp32")
     if grid.strategy in ("replicate", "zero1") and grid.data > 1 and (grid.tensor > 1 or grid.stages > 1):
         notes.append(
             f"torchtitan keeps no replicas beside tensors or stages: the states of the {grid.data} are sharded, and "
@@ -115,6 +126,10 @@ def _of_megatron(plan: Plan, name: str) -> list[str]:
         notes.append(f"Megatron-LM has no model {plan.model_spec}: these are the flags of its layout alone")
     if grid.strategy in ("zero2", "zero3", "hsdp") and grid.stages > 1:
         notes.append(f"Megatron-LM shards no more than the optimizer beside stages, the plan has {grid.strategy}")
+    if plan.optimizer == "sgd" and grid.strategy != "replicate":
+        notes.append(f"Megatron-LM shards the state of Adam alone: take AdamW for {grid.strategy}")
+    if plan.precision in ("bf16", "fp16"):
+        notes.append(f"Megatron-LM holds {_halves(plan)}")
     if short(plan, name) or (grid.stages > 1 and plan.schedule != "1f1b"):
         notes.append(f"Megatron-LM runs stages by 1F1B, the plan by {plan.schedule}")
     if any(c.checkpoint for c in plan.components) and len({c.checkpoint for c in plan.components[1:-1]}) > 1:

@@ -7,7 +7,7 @@ import shlex
 
 from asa.ir.plan import Plan
 from asa.report.snippets.grid import Grid, grid_as
-from asa.report.snippets.pieces import header
+from asa.report.snippets.pieces import header, machines
 from asa.report.snippets.uniform_choice import Choice
 from asa.zoo.sizes import GPT2Shape, LlamaShape, shape_of
 
@@ -19,10 +19,15 @@ def megatron(plan: Plan, choice: Choice) -> str:
     """A shell script, with Megatron-LM's mock data and tokenizer."""
     grid, shape = grid_as(plan, choice.name), shape_of(plan.model_spec)
     flags = [*_model(plan, shape), *_layout(plan, grid), *_training(plan, grid)]
+    count, each = machines(plan, choice)
+    where, meeting = "", ""
+    if count > 1:
+        where = f", on each of {count} machines, with HEAD=the name of the first"
+        meeting = ' --rdzv-backend c10d --rdzv-endpoint "$HEAD:29400"'
     return f"""\
 {header(plan, choice)}#
-# in a checkout of Megatron-LM: bash FILE
-torchrun --nproc-per-node {min(plan.num_ranks, 8)} --nnodes {-(-plan.num_ranks // 8)} pretrain_gpt.py \\
+# in a checkout of Megatron-LM{where}: bash FILE
+torchrun --nproc-per-node {each} --nnodes {count}{meeting} pretrain_gpt.py \\
     {(" " + chr(92) + chr(10) + "    ").join(flags)}
 """
 

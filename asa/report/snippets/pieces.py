@@ -65,6 +65,21 @@ def header(plan: Plan, choice: Choice) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
+def machines(plan: Plan, choice: Choice) -> tuple[int, int]:
+    """Number of machines, and of ranks on each of them."""
+    each = min(choice.per_node or plan.num_ranks, plan.num_ranks)
+    return plan.num_ranks // each, each
+
+
+def torchrun(plan: Plan, choice: Choice) -> str:
+    """How FILE is started on every rank; on several machines, on each of them."""
+    count, each = machines(plan, choice)
+    if count == 1:
+        return f"torchrun --standalone --nproc-per-node {each} FILE"
+    meeting = "--rdzv-backend c10d --rdzv-endpoint FIRST:29400"
+    return f"on each of {count} machines: torchrun --nnodes {count} --nproc-per-node {each} {meeting} FILE"
+
+
 def model_lines(plan: Plan) -> tuple[str, str]:
     """The import for the model, and the expression that builds it."""
     spec, classes, shape = plan.model_spec, plan.num_classes, tuple(plan.input_shape)
@@ -105,6 +120,13 @@ def batch_lines(plan: Plan, rows: str, options: str) -> tuple[str, str]:
         f"torch.randn({rows}, {shape}, {options})",
         f"torch.randint({plan.num_classes}, ({rows},), {options})",
     )
+
+
+def engine_cast(plan: Plan) -> str:
+    """Code behind images for an engine of DeepSpeed, whose weights are in half precision: it does not convert what they
+    read."""
+    casts = {"bf16": ".bfloat16()", "fp16": ".half()"}
+    return casts.get(plan.precision, "") if len(plan.input_shape) > 1 else ""
 
 
 def optimizer(plan: Plan, parameters: str, options: str = "") -> str:

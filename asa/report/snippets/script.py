@@ -51,12 +51,11 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
     loss, _ = pieces.loss_lines(plan)
     batch, microbatches = _cut(plan, choice.name)
     x, y = pieces.batch_lines(plan, "GLOBAL_BATCH", "generator=generator")
-    start = f"torchrun --standalone --nproc-per-node {plan.num_ranks} FILE"
     plain = ["import torch", "import torch.distributed as dist"]
     third = sorted(line for line in (loss, more) if line.startswith("import"))
     own_imports = [line for line in (loss, more) if not line.startswith("import")]
     lines = [
-        f"{pieces.header(plan, choice)}#\n# {start}",
+        f"{pieces.header(plan, choice)}#\n# {pieces.torchrun(plan, choice)}",
         "import os",
         *(["from contextlib import nullcontext"] if choice.name in ("ddp", "zero1") else []),
         "",

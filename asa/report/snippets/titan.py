@@ -10,7 +10,7 @@ import re
 from asa.ir.plan import Plan
 from asa.report.snippets.grid import Grid, grid_as
 from asa.report.snippets.left_out import short
-from asa.report.snippets.pieces import header
+from asa.report.snippets.pieces import header, machines, torchrun
 from asa.report.snippets.uniform_choice import Choice
 
 _SCHEDULE = {"gpipe": "GPipe", "1f1b": "1F1B", "layers": "GPipe"}
@@ -42,7 +42,7 @@ def torchtitan(plan: Plan, choice: Choice) -> str:
     config = f"{base}()" if base else "Trainer.Config(model_spec=model_spec())"
     return f"""\
 {header(plan, choice)}#
-# NGPU={plan.num_ranks} MODULE=(this file's module) CONFIG=planned ./run_train.sh
+# {_start(plan, choice)}
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 {import_line}from torchtitan.trainer import Trainer
@@ -66,6 +66,13 @@ def planned() -> Trainer.Config:
 """
 
 
+def _start(plan: Plan, choice: Choice) -> str:
+    if machines(plan, choice)[0] == 1:
+        return f"NGPU={plan.num_ranks} MODULE=(this file's module) CONFIG=planned ./run_train.sh"
+    program = "-m torchtitan.train --module (this file's module) --config planned"
+    return torchrun(plan, choice).replace("FILE", program)
+
+
 def _sharded_instead(grid: Grid) -> bool:
     """Whether replicas become shards: torchtitan either only replicates, or shards beside other dimensions."""
     return grid.data > 1 and (grid.tensor > 1 or grid.stages > 1)
@@ -78,7 +85,7 @@ def _pipeline(plan: Plan, name: str) -> list[str]:
     return [
         f'pipeline_parallel_schedule="{_SCHEDULE[schedule]}",',
         f"num_pp_microbatches={plan.num_microbatches},",
-        "module_fqns_per_model_part=[",
+        "pipeline_parallel_module_fqns_per_model_part=[",
         *(f"    [{part}]," for part in named),
         "],",
     ]

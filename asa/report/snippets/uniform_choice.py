@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from asa.errors import UsageError
-from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
+from asa.ir.plan import Baseline, DataDegree, DataStrategyName, Plan, Stage, TensorDegree
 from asa.report.snippets.grid import STAGED, Grid, grid_of
 from asa.report.snippets.left_out import left_out
 from asa.report.units import percent, seconds
 
-_DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
+_DATA: dict[DataStrategyName, str] = {
+    "replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp",
+}  # fmt: skip
 _SPLITS_BLOCKS = ("torchtitan", "megatron")
 """Tools that also split attention and vocabulary of their language models."""
 _WHOLE = (*_DATA.values(), "tensor", *STAGED)
+_UNCLEAR = (*STAGED, "tensor", "hsdp")
+"""Baselines of which a plan does not say enough to write them: cuts, what is split, shards."""
 
 
 def name_of(plan: Plan) -> str | None:
@@ -43,27 +47,35 @@ def name_of(plan: Plan) -> str | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy that a tool runs instead of a plan. ``notes``: sentences on what is lost."""
+    """The strategy that a tool runs instead of a plan. ``notes``: sentences on what is lost. ``baseline``: the whole
+    strategy that replaces the plan, if it is another; ``per_node``: ranks on each machine, if there are several."""
 
     name: str
     notes: tuple[str, ...]
+    baseline: Baseline | None = None
+    per_node: int | None = None
 
     @property
     def exact(self) -> bool:
         """Whether it equals the plan."""
         return not self.notes
 
-    def on_used_ranks(self, plan: Plan) -> Plan:
-        """``plan`` on the number of ranks that the strategy uses: one for a single device."""
-        return _on_used_ranks(plan, self.name)
+    def as_run(self, plan: Plan) -> Plan:
+        """``plan``, or the whole strategy that replaces it, on as many ranks and in as many microbatches as were
+        priced."""
+        return plan if self.baseline is None else _as_baseline(plan, self.baseline)
 
 
-def _on_used_ranks(plan: Plan, name: str) -> Plan:
-    if name != "single" or plan.num_ranks == 1:
-        return plan
-    data, tensor = DataDegree(strategy="replicate", degree=1), TensorDegree(strategy="none", degree=1)
-    components = tuple(replace(c, stage=0, data=data, tensor=tensor) for c in plan.components)
-    return replace(plan, components=components, stages=(Stage(ranks=(0,)),), schedule="none")
+def _as_baseline(plan: Plan, baseline: Baseline) -> Plan:
+    ranks = 1 if baseline.name == "single" else plan.gpus
+    strategies = {name: data for data, name in _DATA.items()}
+    data = DataDegree(strategy=strategies.get(baseline.name, "replicate"), degree=ranks)
+    tensor = TensorDegree(strategy="none", degree=1)
+    components = tuple(replace(c, stage=0, data=data, tensor=tensor, checkpoint=False) for c in plan.components)
+    return replace(
+        plan, components=components, stages=(Stage(ranks=tuple(range(ranks))),), schedule="none",
+        num_microbatches=baseline.num_microbatches,
+    )  # fmt: skip
 
 
 def choose(
@@ -90,14 +102,9 @@ def choose(
     own_name, grid = name_of(plan), grid_of(plan)
     if own_name not in able and grid is not None and max(grid.tensor, grid.stages) > 1 and grids(grid):
         able, own_name = (*able, "hybrid"), "hybrid"
-    recomputed = [c.name for c in plan.components if c.checkpoint]
-    notes = []
-    if recomputed and recompute == "none":
-        notes.append(f"{tool} recomputes nothing by itself, the plan {len(recomputed)} components: expect more memory")
-    elif len(recomputed) not in (0, len(plan.components)) and recompute == "all":
-        notes.append(f"{tool} recomputes all blocks or none: the plan recomputes {len(recomputed)} of them")
     if own_name in able:
         assert own_name is not None
+        notes = _recomputing(plan, tool, recompute)
         whole_blocks = tool in _SPLITS_BLOCKS and len(plan.input_shape) == 1
         if own_name == "tensor" and not whole_blocks:
             split = sum(c.tensor.degree > 1 for c in plan.components)
@@ -106,7 +113,7 @@ def choose(
                 "the plan splits stay whole"
             )
         return Choice(own_name, (*notes, *left_out(plan, own_name, tool)))
-    usable = [name for name in able if name not in (*STAGED, "tensor")]
+    usable = [name for name in able if name not in _UNCLEAR]
     fitting = [b for b in plan.baselines if b.name in usable and b.fits and b.step_time_s is not None]
     best = min(fitting, key=lambda b: b.step_time_s or 0.0, default=None)
     if best is None or best.step_time_s is None:
@@ -116,12 +123,21 @@ def choose(
         )
     promised = plan.prediction.step_time_s
     loss = f"{seconds(best.step_time_s)} a step predicted, {seconds(promised)} under the plan"
-    notes.insert(
-        0,
+    note = (
         f"{tool} cannot express {_why(plan, own_name)}: this is {best.name}, {loss} "
-        f"({percent(best.step_time_s / promised - 1, signed=True)})",
+        f"({percent(best.step_time_s / promised - 1, signed=True)})"
     )
-    return Choice(best.name, (*notes, *left_out(_on_used_ranks(plan, best.name), best.name, tool)))
+    return Choice(best.name, (note, *left_out(_as_baseline(plan, best), best.name, tool)), best)
+
+
+def _recomputing(plan: Plan, tool: str, recompute: Literal["each", "all", "none"]) -> list[str]:
+    """Sentences on recomputation that ``tool`` cannot express."""
+    count = sum(c.checkpoint for c in plan.components)
+    if count and recompute == "none":
+        return [f"{tool} recomputes nothing by itself, the plan {count} components: expect more memory"]
+    if count not in (0, len(plan.components)) and recompute == "all":
+        return [f"{tool} recomputes all blocks or none: the plan recomputes {count} of them"]
+    return []
 
 
 def _why(plan: Plan, own_name: str | None) -> str:

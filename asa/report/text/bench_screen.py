@@ -37,9 +37,8 @@ def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
 def headline(bench: Bench, model: str) -> str:
     """Model, devices, batch and settings, in one line."""
     e, s = bench.environment, bench.settings
-    return (
-        f"{model} on {e.num_devices} x {e.device_name}, batch {s.global_batch}, {s.precision}, {s.optimizer}, measured"
-    )
+    batch = next((r.global_batch for r in bench.of(model)), s.global_batch)
+    return f"{model} on {e.num_devices} x {e.device_name}, batch {batch}, {s.precision}, {s.optimizer}, measured"
 
 
 def standing(bench: Bench, model: str) -> list[str]:

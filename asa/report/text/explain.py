@@ -54,7 +54,7 @@ def _costliest(explanation: Explanation) -> list[RenderableType]:
 
 
 _LIMIT = {
-    "memory": "memory: with more of it another plan would be faster",
+    "memory": "memory: with more of it another plan may be faster",
     "communication": "communication: faster links would make it faster",
     "compute": "computing: only faster or more devices would make it faster",
 }

@@ -22,6 +22,8 @@ from asa.tracing.component import TracedComponent
 from asa.tracing.facts import MORE_FLOPS, no_backward
 from asa.tracing.fused import fused_attention
 
+_FROZEN = 0.01
+"""Share of weights that are not trained above which a note says so."""
 _NOTES = 3
 """Largest number of notes of a trace that are shown; a model of many layers may have one for each."""
 
@@ -197,7 +199,19 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
         input_bytes_per_sample=traced.input_bytes_per_sample,
         components=tuple(components),
         uncut=tuple(sorted(traced.uncut)) or None,
-        notes=folded(traced.notes),
+        notes=(*folded(traced.notes), *_frozen_note(traced)),
+    )
+
+
+def _frozen_note(traced: TracedModel) -> tuple[str, ...]:
+    """A note if weights are not trained, since plans count gradients and optimizer state of all weights."""
+    every = {id(p): p for c in traced.components for p in c.parameters()}.values()
+    whole, frozen = sum(p.nbytes for p in every), sum(p.nbytes for p in every if not p.requires_grad)
+    if frozen <= _FROZEN * whole:
+        return ()
+    return (
+        f"{frozen / whole:.0%} of the weights are not trained; their gradients and optimizer state are counted all the "
+        "same, so training takes less memory and communication than this says",
     )
 
 
