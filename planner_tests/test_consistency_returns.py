@@ -102,7 +102,8 @@ def test_a_killed_worker_comes_back_and_gets_a_share_again(tmp_path, text, away)
     assert counted[-1]["samples_lost"] <= 2 * 20  # what it had when it was killed
     assert [e["epoch"] for e in of(events, "epoch")] == [0, 1]
     if "servers" in counted[-1]:
-        assert max(map(int, counted[-1]["servers"][0]["ages"])) <= 3
+        if text == "ps_bounded":  # the others have no bound
+            assert max(map(int, counted[-1]["servers"][0]["ages"])) <= 3
         done = sum(counted[-1]["servers"][0][k] for k in ("samples_applied", "samples_rejected"))
         handed_out = sum(c["samples_handed_out"] for c in counted)
         given = 2  # steps: the killed worker's last one and the one it had asked for ahead

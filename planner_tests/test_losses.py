@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -316,7 +315,7 @@ def test_a_rank_that_is_killed_twice_in_one_step_by_chance_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = iter([5, 8, 8])  # the step of the newest checkpoint at each loss
-    monkeypatch.setattr(checkpoint, "newest_manifest", lambda _folder: Mock(step=next(saved)))
+    monkeypatch.setattr(checkpoint, "newest_step", lambda _folder: next(saved))
     plan, settings = training.plan("logistic", ranks=2), training.settings(tmp_path)
     job = Job(plan=plan, settings=settings, strategies=offered(), adapt=_no_epochs, device_type="cpu")
     answers, seen, log = RankLosses(_fewer), [], RunLog(tmp_path)

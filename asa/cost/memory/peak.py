@@ -82,7 +82,7 @@ def under(plain: Peak, size: float, held: Held, gradients: float) -> Peak:
     ``gradients``: those of its gradients that do not count as state."""
     more, state, moving = held.lasting * size, plain.state + held.lasting * size, held.exchanged * size
     passes = replace(plain, total=plain.total + more, state=state)
-    total = state + gradients + moving
+    total = state + gradients + moving + 4096 * (moving > 0)  # headers of messages
     exchange = replace(plain, total=total, state=state, activations=0.0, gradients=gradients, transient=moving)
     return max(passes, exchange, key=lambda p: p.total)
 
