@@ -419,6 +419,7 @@ def test_a_launcher_that_talks_nonsense_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for name, value, words in (
+        ("MASTER_PORT", "abc", "MASTER_PORT='abc' is not a number"),
         ("LOCAL_WORLD_SIZE", "two", "LOCAL_WORLD_SIZE='two' is not a number"),
         ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE=3 ranks on this machine are not 1 to WORLD_SIZE=1"),
         ("LOCAL_RANK", "7", "LOCAL_RANK=7 is not one of 1 ranks on this machine"),

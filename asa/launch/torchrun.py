@@ -120,7 +120,8 @@ def _check_local(place: TorchrunRank) -> None:
     Raises:
         UsageError: one is no number, or not possible.
     """
-    _number(RESTARTS, 0)
+    for variable in (RESTARTS, "MASTER_PORT"):
+        _number(variable, 0)
     here = _number("LOCAL_WORLD_SIZE", place.num_ranks)
     if not 1 <= here <= place.num_ranks:
         raise UsageError(f"LOCAL_WORLD_SIZE={here} ranks on this machine are not 1 to WORLD_SIZE={place.num_ranks}")
