@@ -136,9 +136,9 @@ def factory():
 def _stopped_early(folder: Path, *words: str, fault: str, sign: str) -> tuple[int, str, str]:
     """Exit code, standard output and error of ``asa train`` that gets SIGTERM once the file ``sign`` is there."""
     environment = {**os.environ, "ASA_FAULT": fault, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "asa", "train", "logistic", "--gpus", "2", "--out", "run", "--json", *words]
+    command = [sys.executable, "-m", "asa", "train", "logistic", "--gpus", "2", "--strategies", "ddp", "--out", "run"]
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--json", *words], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
     try:
         while not (folder / sign).exists():
