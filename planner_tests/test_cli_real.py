@@ -236,7 +236,8 @@ def test_real_ranks_hold_what_a_plan_says_that_they_hold_for_its_discipline(plac
     assert run.wait() == 0, run.err.read_text()
     memory = json.loads((tmp_path / "run" / "result.json").read_text())["summary"]["memory_bytes_per_rank"]
     for promised, measured in zip(memory["predicted"], memory["measured"], strict=True):
-        assert measured <= promised <= 1.15 * measured, memory
+        # A rank that is not waited for frees its message a little earlier: up to a sixth less.
+        assert measured <= promised <= 1.2 * measured, memory
 
 
 def test_a_comparison_in_which_training_diverges_says_so(place, tmp_path):

@@ -137,9 +137,8 @@ def _stopped_early(folder: Path, *words: str, fault: str, sign: str) -> tuple[in
     """Exit code, standard output and error of ``asa train`` that gets SIGTERM once the file ``sign`` is there."""
     environment = {**os.environ, "ASA_FAULT": fault, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "asa", "train", "logistic", "--gpus", "2", "--strategies", "ddp", "--out", "run"]
-    process = subprocess.Popen(
-        [*command, "--json", *words], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "--json", *words], cwd=folder, env=environment, text=True, **pipes)
     try:
         while not (folder / sign).exists():
             assert process.poll() is None, process.communicate()
