@@ -79,10 +79,8 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
     # An optimizer step reads gradients, weights and state and writes the last two; a copy reads twice and writes once.
     copy_s = size / rate if rate else update_s * 3 / (3 + 2 * words)
     copies = (1 + _SUM) * count if discipline is not None and discipline.synchronous else 1.0
-    # Messages of lockstep come while no worker computes; sockets of one host keep its processors busy.
-    shared = space.cluster.shared_memory and discipline is not None and not discipline.lockstep
-    # A worker sends nothing to a server on its own rank.
-    remote = [message * (num_servers - (on_workers and w < num_servers)) for w in range(count)]
+    shared = space.cluster.shared_memory and discipline is not None and not discipline.lockstep  # sockets of one host
+    remote = [message * (num_servers - (on_workers and w < num_servers)) for w in range(count)]  # none on its own rank
     return Machine(
         workers=tuple(
             Worker(
