@@ -86,7 +86,7 @@ def test_without_spread_there_is_nothing_to_wait_for():
 
 def test_one_server_sends_to_every_worker_and_receives_from_every_worker():
     """Its link has all weights for each of the three others at the same time, and then the gradients of all three."""
-    found = rows(4, share=0.0)
+    found = rows(4, share=0.0, update=1e-6)
     served, size = found["ps_sync"].price, 69 * MIB
     message = 1e-1 * size / (64 * MIB)
     plain = found["ddp"].price

@@ -168,6 +168,7 @@ def _notes(plan: Plan, profile: Profile, cluster: Cluster, device: str) -> tuple
     notes: list[str] = []
     if plan.device_type != device:
         notes.append(f"the plan's times are of {cluster.device.name}, rehearsed on {device}: they do not compare")
-    if profile.provenance.origin == "estimated" or not measured_on(profile, cluster):
+    measured = profile.device.type == plan.device_type and measured_on(profile, cluster)
+    if profile.provenance.origin == "estimated" or not measured:
         notes.append("the plan's times are estimated, not measured")
     return tuple(notes)
