@@ -39,3 +39,9 @@ def other_gpu(a: str, b: str) -> bool:
     (True, False)
     """
     return bool(chips(a) and chips(b)) and not same_gpu(a, b)
+
+
+def may_be_alike(kind: str, a: str, b: str) -> bool:
+    """Whether times of one of two devices of that ``kind`` hold for the other: processors, and GPUs that may be of one
+    chip."""
+    return kind == "cpu" or not other_gpu(a, b)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asa.api.arguments import check_model, read
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec, shipped
-from asa.ir.chips import other_gpu
+from asa.ir.chips import may_be_alike
 from asa.ir.cluster import Cluster
 from asa.ir.plan import OptimizerName, Plan
 from asa.ir.profile import DeviceRecord, Precision, Profile
@@ -103,9 +103,8 @@ def plan(
 
 def _is_elsewhere(cluster: Cluster, device: torch.device) -> bool:
     """Whether ``cluster`` has other devices than ``device``: another kind, or another GPU."""
-    if cluster.device.type != device.type:
-        return True
-    return device.type == "cuda" and other_gpu(_record(device).name, cluster.device.name)
+    kind = device.type
+    return cluster.device.type != kind or not may_be_alike(kind, _record(device).name, cluster.device.name)
 
 
 def _record(device: torch.device) -> DeviceRecord:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from asa.cost.constants import constant
 from asa.errors import InvalidInputError
-from asa.ir.chips import other_gpu
+from asa.ir.chips import may_be_alike
 from asa.ir.cluster import Cluster, Device
 from asa.ir.graph import Component, LayerGraph, SequenceSplit
 from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, Timing
@@ -120,7 +120,7 @@ def on_device(profile: Profile, cluster: Cluster) -> Profile:
 def measured_on(profile: Profile, cluster: Cluster) -> bool:
     """Whether times of ``profile`` hold for ``cluster``: both are of processors, or of GPUs that may be of one chip."""
     kind, name = profile.device.type, profile.device.name
-    return kind == cluster.device.type and (kind == "cpu" or not other_gpu(name, cluster.device.name))
+    return kind == cluster.device.type and may_be_alike(kind, name, cluster.device.name)
 
 
 def trained_on_one(profile: Profile) -> bool:

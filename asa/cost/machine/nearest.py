@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asa.cost.machine import presets, widen
 from asa.errors import UnavailableError, UsageError
-from asa.ir.chips import other_gpu, same_gpu
+from asa.ir.chips import may_be_alike, same_gpu
 from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.profile import DeviceRecord
 
@@ -21,8 +21,7 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
         UnavailableError: no cluster of this type is known.
     """
     device, device_name = record.type, record.name
-    local = [c for c in known if c.device.type == device]
-    local = [c for c in local if device == "cpu" or not other_gpu(c.device.name, device_name)]
+    local = [c for c in known if c.device.type == device and may_be_alike(device, c.device.name, device_name)]
     measured = [c for c in local if c.num_devices >= (gpus or 1)]
     if measured:
         return min(measured, key=lambda c: (c.device.name != device_name, c.num_devices))
