@@ -37,6 +37,7 @@ from asa.ir.shortage import Shortage
 from asa.launch import run_ranks
 from asa.planner import Request
 from asa.planner import plan as solve
+from asa.report.text.training import replan_line
 from asa.scheduler import adapt
 from asa.scheduler.memory import corrected
 from asa.sharding.layers.describe import layer_graph
@@ -151,6 +152,45 @@ def test_after_a_shortage_a_run_saves_within_an_epoch(tmp_path: Path, monkeypatc
     events = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
     saved = [e["step"] for e in events if e["event"] == "checkpoint"]
     assert saved[0] < 6, "an epoch has 6 steps"
+
+
+def test_it_returns_to_its_plan_when_memory_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(DDP, training.settings(tmp_path / "calm"), strategies=offered(), adapt=adapt)
+    usual, first, back = worker.played, tmp_path / "short", tmp_path / "back"
+
+    def hungry(model: Any, samples: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == 3 and model.rank == 1 and not first.exists():
+            first.touch()
+            raise MemoryError
+        if step == 8 and model.plan == SAME:
+            back.touch()
+        return usual(model, samples, step, *args, **kwargs)
+
+    monkeypatch.setattr(worker, "played", hungry)
+    monkeypatch.setattr(recovery, "free_on_host", lambda: 1 << 30)
+    monkeypatch.setattr(exhausted, "free_on_host", lambda: (1 << 31) if back.exists() else 1 << 30)
+    out = tmp_path / "hungry"
+    result = train(DDP, training.settings(out), strategies=offered(), adapt=adapt, relieve=lambda *_: SAME)
+    events = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]
+    decided = [(e["kind"], e["new"]) for e in events if e["event"] == "replan"]
+    assert decided == [("memory", fingerprint(SAME)), ("enough", fingerprint(DDP))]
+    assert "of memory are free, 1.0 GiB when that plan ran short" in replan_line(next(e for e in events if e.get("kind") == "enough"))
+    assert (result["exit_code"], result["plan_fingerprint"], len(result["shortages"])) == (0, fingerprint(DDP), 1)
+    assert codec.load(Plan, out / "plan.json") == DDP
+    assert [e["epoch"] for e in result["epochs"]] == [0, 1]
+    torch.testing.assert_close(_weights(out), _weights(tmp_path / "calm"), rtol=1e-6, atol=1e-7)
+
+
+def test_a_run_does_not_return_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that only seems to be there: the plan fails again each time."""
+    _fails(monkeypatch, set(range(1, 100)), error=MemoryError())
+    monkeypatch.setattr(recovery, "free_on_host", lambda: 1 << 30)
+    monkeypatch.setattr(exhausted, "free_on_host", lambda: 1 << 31)
+    settings = training.settings(tmp_path, epochs=12)
+    result = train(DDP, settings, strategies=offered(), adapt=adapt, relieve=lambda *_: SAME)
+    events = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert result["exit_code"] == 0
+    assert [e["kind"] for e in events if e["event"] == "replan"] == ["memory", "enough"] * 3 + ["memory"]
 
 
 def test_where_nothing_fits_the_run_ends_with_the_number_that_binds(

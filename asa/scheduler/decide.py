@@ -3,8 +3,9 @@
 Another plan is searched for when the factors have changed since the last search. Both plans are priced under the same
 factors, and the gain is their relative difference times the measured step, so a uniform slow-down gives no gain. Since
 it is unknown how long a disturbance will last, a change waits until the time lost so far equals its cost (ski rental:
-at most twice the cost of the best decision in hindsight). It is then made if joint draws of the factors show with
-enough confidence that it saves time over the remaining steps.
+at most twice the cost of the best decision in hindsight). It is then made if, over joint draws of the factors, enough
+of what is at stake is time saved over the remaining steps. A change that proves wrong is undone after a trial, which
+limits what it can lose.
 """
 
 from __future__ import annotations
@@ -403,6 +404,9 @@ class Decider:
             option.owed += steps
             self.reason = "another plan is faster; the present one is measured first"
             return None
+        if typical(measured) <= option.ratio * step_s:  # the disturbance may have ended, during a search for instance
+            self.reason = "the steps have just been as fast as another plan promises; they are measured first"
+            return None
         cost_s = option.cost_s
         gain_s = (1 - option.ratio) * step_s
         steps, option.owed = steps + option.owed, 0
@@ -422,11 +426,11 @@ class Decider:
             self._uncounted_steps = 0
             return None
         horizon = option.steps if left is None else left
-        confidence = self._confidence(current, option, slowness, step_s, horizon)
-        if confidence < self.policy.confidence:
+        saved_s, lost_s = self._stakes(current, option, slowness, step_s, horizon)
+        if saved_s <= 0 or saved_s < self.policy.confidence * (saved_s + lost_s):
             option.asked_at = option.steps
             gain = f"another plan would save {100 * (1 - option.ratio):.1f} % of a step"
-            self._announce("keep", f"{gain}, but it pays with a probability of {confidence:.2f} only")
+            self._announce("keep", f"{gain}; expected: {seconds(saved_s)} saved or {seconds(lost_s)} lost")
             return None
         why = "; ".join(self._causes.values()) or "another plan is faster under the costs as measured"
         self._option, self._causes = None, {}
@@ -442,10 +446,11 @@ class Decider:
             batch_norm=self._norms(current, option.target),
         )
 
-    def _confidence(
+    def _stakes(
         self, current: Placement, option: _Option, slowness: Slowness, step_s: float, horizon: int
-    ) -> float:  # fmt: skip
-        """Fraction of joint draws of the factors in which the change saves time over ``horizon`` steps."""
+    ) -> tuple[float, float]:  # fmt: skip
+        """Expected seconds that the change saves over ``horizon`` steps, and that it loses, over joint draws of the
+        factors. A draw in which steps become slower loses those of a trial, and two changes."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
         answer, self._answer, pair = self._answer, None, (current, option.target)
@@ -455,12 +460,17 @@ class Decider:
             now_at, other_at = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
             draws = [(row[now_at], row[other_at]) for row in answer.draws]
         base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
-        doubt, wins = self._untried(current, option.target, slowness), 0
+        doubt, saved_s, lost_s = self._untried(current, option.target, slowness), 0.0, 0.0
         base, error = base * math.exp(doubt), math.hypot(policy.model_error, doubt)
         for current_s, target_s in draws:
             ratio = base * target_s / current_s * math.exp(noise.gauss(0, error))
-            wins += (1 - ratio) * step_s * horizon > option.cost_s
-        return wins / len(draws)
+            gain_s, trial = (1 - ratio) * step_s, min(horizon, policy.probation_steps)
+            if gain_s >= 0:
+                net_s = gain_s * horizon - option.cost_s
+            else:
+                net_s = gain_s * trial - 2 * option.cost_s
+            saved_s, lost_s = saved_s + max(0.0, net_s), lost_s + max(0.0, -net_s)
+        return saved_s / len(draws), lost_s / len(draws)
 
     def _untried(self, current: Placement, target: Placement, slowness: Slowness) -> float:
         """Uncertainty, as a logarithm, of the price of a plan for other ranks that never ran here. It is above 0 if all

@@ -10,14 +10,15 @@ from asa.ir.units import seconds
 @noun
 class Policy:
     """When to change the plan. ``min_gain``: relative gain below which a change is not worth its risk. ``confidence``:
-    required probability that a change pays. ``draws``: number of joint draws of the factors for it; ``model_error``:
-    standard deviation of the ratio of two predictions, in addition to that of the factors. ``rebuild_s``: seconds of a
-    change besides moving state, before one was timed. ``probation_steps``: steps after which a change is judged at the
-    latest. ``cool_down``: steps without another change after one was undone; doubles each time, up to 16 times as many.
-    ``probe_every``: number of observations between two probes of idle processes, or of links that the plan does not
-    use; ``most_probing``: largest fraction of the time that probes may take. ``patience``: factor on the usual duration
-    for which a difference must last before it is believed without other evidence. ``keep_batch_norm``: allow no plan
-    that changes BatchNorm's group sizes. ``keep_plan``: report what is slow, but never change the plan."""
+    required share of what is expected to be saved in the sum of what is expected to be saved and to be lost. ``draws``:
+    number of joint draws of the factors for it; ``model_error``: standard deviation of the ratio of two predictions, in
+    addition to that of the factors. ``rebuild_s``: seconds of a change besides moving state, before one was timed.
+    ``probation_steps``: steps after which a change is judged at the latest. ``cool_down``: steps without another change
+    after one was undone; doubles each time, up to 16 times as many. ``probe_every``: number of observations between two
+    probes of idle processes, or of links that the plan does not use; ``most_probing``: largest fraction of the time
+    that probes may take. ``patience``: factor on the usual duration for which a difference must last before it is
+    believed without other evidence. ``keep_batch_norm``: allow no plan that changes BatchNorm's group sizes.
+    ``keep_plan``: report what is slow, but never change the plan."""
 
     min_gain: float = 0.03
     confidence: float = 0.9

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from asa.errors import ExhaustedError
-from asa.instruments.memory_limits import fullness, tightest, used_bytes
+from asa.instruments.memory_limits import free_on_host, fullness, tightest, used_bytes
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage, asked, is_exhaustion
@@ -32,11 +32,13 @@ NEARLY = 0.97
 @dataclass
 class MemoryWatch:
     """Memory of one rank, observed from before its model is built. ``votes`` says whether ranks compare their memory
-    between steps."""
+    between steps. ``awaited_bytes``: free memory of the host with which the run returns to an earlier plan, None if
+    there is none."""
 
     rank: int
     device: torch.device
     votes: bool = False
+    awaited_bytes: float | None = None
     before: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,6 +48,10 @@ class MemoryWatch:
     def full(self) -> float:
         """Fraction of this rank's memory in use, 0 to 1; 0 if ranks do not compare it."""
         return fullness(self.device) if self.votes else 0.0
+
+    def enough_again(self) -> bool:
+        """Whether the host has as much free memory, beside the run, as an earlier plan waits for."""
+        return self.awaited_bytes is not None and (free_on_host() or 0) >= self.awaited_bytes
 
     def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
         """Description of the shortage that raised ``error``; with None, of memory that is nearly full."""
@@ -65,6 +71,10 @@ class MemoryWatch:
 
 class NearlyExhausted(Exception):
     """Raised on all ranks between two steps, with everything saved: a rank is about to run out of memory."""
+
+
+class EnoughAgain(Exception):
+    """Raised on all ranks between two steps, with everything saved: memory suffices for an earlier plan again."""
 
 
 @contextmanager

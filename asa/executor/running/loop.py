@@ -18,7 +18,7 @@ from asa.executor.consistency import conduct_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.observe import Observer
-from asa.executor.running.exhausted import NEARLY, MemoryWatch, NearlyExhausted
+from asa.executor.running.exhausted import NEARLY, EnoughAgain, MemoryWatch, NearlyExhausted
 from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
@@ -179,6 +179,7 @@ class TrainingExecutor(PlannedExecutor):
         Raises:
             PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
             NearlyExhausted: a rank is about to run out of memory; all stopped after the same step and saved.
+            EnoughAgain: memory suffices for an earlier plan; all stopped after the same step and saved.
             WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
         """
         self._check_turn(epoch)
@@ -287,14 +288,18 @@ class TrainingExecutor(PlannedExecutor):
             file.set_interval(max(r[0] for r in self._votes.gather([write_s])), self.plan.prediction.step_time_s)
 
     def _exchange(self, epoch: int, timer: EpochTimer, counter: LossCounter, rate: float) -> Interval:
-        full = 0.0 if self._watch is None else self._watch.full()
-        interval = timer.exchange(counter, step=self._step, stop=self._stop.requested, full=full)
+        watch = self._watch
+        full, enough = (0.0, False) if watch is None else (watch.full(), watch.enough_again())
+        interval = timer.exchange(counter, step=self._step, stop=self._stop.requested, full=full, enough=enough)
         self._report(interval, rate)
         if interval.stopping and self._has_steps_left(epoch):
             self._preempt()
         if interval.full > NEARLY and self._has_steps_left(epoch):
             self._save()
             raise NearlyExhausted
+        if interval.enough and self._has_steps_left(epoch):
+            self._save()
+            raise EnoughAgain
         if self._saving.trained(interval.seconds) and self._has_steps_left(
             epoch
         ):  # the number is equal on all ranks, so all save or none does

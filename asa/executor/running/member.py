@@ -18,7 +18,7 @@ from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.running.asynchronous import AsynchronousExecutor
 from asa.executor.running.emulated import EmulatedExecutor
-from asa.executor.running.exhausted import NOTE, MemoryWatch, NearlyExhausted, explained
+from asa.executor.running.exhausted import NOTE, EnoughAgain, MemoryWatch, NearlyExhausted, explained
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.outdir import CHECKPOINTS, check_space
 from asa.executor.running.prepare import Material
@@ -57,6 +57,8 @@ class Job:
         emulated: the device to emulate, if any.
         alike: whether all ranks make bitwise equal initial weights from the same seed.
         watchful: whether to stop (:attr:`Ending.tight`) before memory runs out, so that the run can be planned anew.
+        awaited_bytes: free memory of the host with which the run stops (:attr:`Ending.enough`), to return to an earlier
+            plan; None if there is none.
         model: the model for the first plan, if it is built already.
         between_losses_s: mean time in seconds between losses of ranks; None if there was none.
         snapshots: open files by rank, from which restarted ranks continue after a loss; none before the first loss.
@@ -70,6 +72,7 @@ class Job:
     emulated: EmulatedDevice | None = None
     alike: bool = False
     watchful: bool = False
+    awaited_bytes: float | None = None
     model: ModelPreload | None = None
     between_losses_s: float | None = None
     snapshots: tuple[int, ...] = ()
@@ -81,11 +84,13 @@ class Ending:
     make the launcher kill the others.
 
     ``preempted`` is the message with the path of the saved state; None after a complete run. ``tight`` describes the
-    memory of this rank, if all ranks stopped because one was about to run out.
+    memory of this rank, if all ranks stopped because one was about to run out. ``enough``: all stopped because memory
+    suffices for an earlier plan again.
     """
 
     preempted: str | None = None
     tight: Shortage | None = None
+    enough: bool = False
 
     @property
     def pressure(self) -> float:
@@ -105,7 +110,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         AsaError: see :func:`asa.executor.running.run.train`.
     """
     device = device_of_rank(job.device_type, local_rank)
-    watch = MemoryWatch(votes.rank, device, votes=job.watchful)
+    watch = MemoryWatch(votes.rank, device, votes=job.watchful, awaited_bytes=job.awaited_bytes)
     executors: list[TrainingExecutor] = []
 
     def where() -> tuple[Plan, int]:
@@ -238,6 +243,8 @@ def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: Memo
             return Ending(preempted=str(error))
         except NearlyExhausted:
             return Ending(tight=watch.shortage(executor.plan, executor.step))
+        except EnoughAgain:
+            return Ending(enough=True)
         except WorkersFailedError as error:
             if not isinstance(executor, AsynchronousExecutor) or not executor.was_left_behind(error):
                 raise

@@ -50,6 +50,10 @@ Start = Callable[[Job, Material], Ending]
 
 MOST_ATTEMPTS = 3
 """Largest number of successive plans under which no further epoch was completed, or nothing was saved."""
+_MOST_RETURNS = 3
+"""Largest number of times that a run returns to a plan for which its host once had too little memory."""
+_MORE = 1.1
+"""Free memory of the host with which a run returns to that plan, as a multiple of what was free when it failed."""
 
 
 def _stopped(failure: WorkersFailedError | None, saved: int) -> AsaError:
@@ -66,7 +70,7 @@ def run_with_recovery(
     job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
 ) -> Ending:  # fmt: skip
     """Run ``start``, and run it again after each shortage of memory and each loss of a rank from which recovery is
-    possible.
+    possible. If the memory of the host ran short and is there again, the run returns to its earlier plan.
 
     Raises:
         InfeasibleError: no plan fits the available memory.
@@ -75,6 +79,7 @@ def run_with_recovery(
     """
     job = replace(job, watchful=relieve is not None)
     attempt, losses, folder = 0, RankLosses(regroup), Path(job.settings.out) / CHECKPOINTS
+    short = _ShortOfMemory()
     failure: WorkersFailedError | None = None
     while True:
         if signals.missed:
@@ -84,6 +89,10 @@ def run_with_recovery(
         failure = None
         try:
             ending = start(job, material)
+            if ending.enough:
+                job = short.over(without_snapshots(job), log)
+                material = _newest(material, log, Path(job.settings.out))
+                continue
             shortage = ending.tight
             if shortage is None:
                 without_snapshots(job)
@@ -105,7 +114,46 @@ def run_with_recovery(
             assert failure is not None
             raise failure
         job = _replan(without_snapshots(job), shortage, failure, attempt, log, relieve)
+        job = replace(job, awaited_bytes=short.began(shortage.plan, job.plan))
         material = _newest(material, log, Path(job.settings.out))
+
+
+class _ShortOfMemory:
+    """The plan for which the memory of the host does not suffice at present, and what was free when it failed."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._free_bytes = self._returns = 0
+
+    def began(self, failed: Plan, plan: Plan) -> float | None:
+        """Remember ``failed``, unless a plan is waiting already; all ranks have ended. Returns the free memory with
+        which the run returns to it from ``plan``, None for never."""
+        free = free_on_host()
+        if free is None or failed.device_type != "cpu" or plan == failed or self._returns >= _MOST_RETURNS:
+            return None
+        if self._plan is None:
+            self._plan, self._free_bytes = failed, free
+        return _MORE * self._free_bytes
+
+    def over(self, job: Job, log: RunLog) -> Job:
+        """The job under the plan that was waiting."""
+        assert self._plan is not None
+        old, plan, self._plan = job.plan, self._plan, None
+        self._returns += 1
+        log(
+            {
+                "event": "replan",
+                "kind": "enough",
+                "why": f"{binary(free_on_host() or 0)} of memory are free, {binary(self._free_bytes)} when that plan ran short",
+                "old": fingerprint(old),
+                "new": fingerprint(plan),
+                "predicted_gain": None,
+                "strategy": plan.strategy,
+                "ranks": plan.num_ranks,
+            }
+        )
+        record_plan(Path(job.settings.out), plan)
+        return replace(job, plan=plan, watchful=True, awaited_bytes=None)
 
 
 def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) -> Shortage | None:

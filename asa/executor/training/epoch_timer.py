@@ -27,7 +27,7 @@ _LOOK_STEPS = 20
 """Largest number of steps between two exchanges whose cost is negligible. A slow rank is found after about as many."""
 _LOOK_SHARE = 0.002
 """Largest fraction of training that exchanges may take before they are made less often."""
-_HEAD = 10
+_HEAD = 11
 """Number of values of a process before those of its transfers and of the times of its steps."""
 _PER_STEP = len(StepTimes._fields)
 
@@ -36,8 +36,9 @@ _PER_STEP = len(StepTimes._fields)
 class Interval:
     """Figures of all ranks since the previous interval, equal on every rank.
 
-    ``full`` is the fraction of memory in use on the rank with least memory left, if ranks observe it. ``measured`` are
-    the measurements so far; None if no step counts for them.
+    ``full`` is the fraction of memory in use on the rank with least memory left, if ranks observe it. ``enough`` says
+    whether memory suffices for an earlier plan again, on every rank. ``measured`` are the measurements so far; None if
+    no step counts for them.
     """
 
     steps: int
@@ -47,6 +48,7 @@ class Interval:
     data_wait_s: float
     stopping: bool
     full: float = 0.0
+    enough: bool = False
     measured: Measurements | None = None
 
 
@@ -118,7 +120,9 @@ class EpochTimer:
         """Whether there were steps since the last exchange."""
         return bool(self._measured)
 
-    def exchange(self, counter: LossCounter, *, step: int, stop: bool, full: float = 0.0) -> Interval:
+    def exchange(
+        self, counter: LossCounter, *, step: int, stop: bool, full: float = 0.0, enough: bool = False
+    ) -> Interval:
         """Combine the figures of all ranks since the last exchange (collective).
 
         Raises:
@@ -131,7 +135,7 @@ class EpochTimer:
         plan = float(int(fingerprint(self.plan)[:12], 16))
         head = [
             loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), pinned_core(self.votes.rank),
-            max(self._cost_s),
+            max(self._cost_s), float(enough),
         ]  # fmt: skip
         flat = [figure for each in times for figure in each]
         figures = self.votes.gather(
@@ -172,6 +176,7 @@ class EpochTimer:
             data_wait_s=math.fsum(data),
             stopping=any(rank[3] > 0 for rank in figures),
             full=max(rank[6] for rank in figures),
+            enough=all(figures[rank][10] > 0 for rank in self.votes.live),
             measured=self._measurements(counted, window) if (counted := list(compress(pairs, measured))) else None,
         )
 

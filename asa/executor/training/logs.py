@@ -128,7 +128,7 @@ class RunLog:
             case "replan" if event["kind"] == "memory":
                 self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
                 self.fingerprint, self.changed = event["new"], False
-            case "replan" if event["kind"] == "lost":
+            case "replan" if event["kind"] in ("lost", "enough"):
                 self.fingerprint, self.changed = event["new"], False
             case "replan" if event["kind"] in ("switch", "rollback"):
                 self.changed = True

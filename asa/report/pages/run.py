@@ -22,7 +22,7 @@ from asa.report.pages import steps
 from asa.report.text.story import PREFIX, Story
 from asa.report.units import percent, seconds
 
-_CHANGES = ("switch", "rollback", "memory", "lost")
+_CHANGES = ("switch", "rollback", "memory", "enough", "lost")
 
 
 def write(

@@ -156,7 +156,7 @@ class _Teller:
 
     def _decided(self, event: Mapping[str, Any]) -> None:
         kind = str(event["kind"])
-        if kind in ("switch", "rollback", "memory", "lost"):
+        if kind in ("switch", "rollback", "memory", "enough", "lost"):
             self._end()
             self.plan = str(event["new"])
         if kind in ("switch", "rollback"):

@@ -49,6 +49,8 @@ def replan_line(event: Mapping[str, Any]) -> str:
             f"new plan {event['new']} ({event['strategy']} on {ranks(event['ranks'])}, {size(event['promised_bytes'])} "
             f"per rank): {event['why']}"
         )
+    if event["kind"] == "enough":
+        return f"back to plan {event['new']} ({event['strategy']} on {ranks(event['ranks'])}): {event['why']}"
     if event["kind"] == "lost":
         return (
             f"new plan {event['new']} ({event['strategy']} on {ranks(event['ranks'])} instead of "
