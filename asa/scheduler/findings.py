@@ -41,9 +41,11 @@ class Finding:
 
 def impossible_figures(measured: Measurements) -> dict[int, str]:
     """Processes with impossible values, and why; key -1 stands for the step itself."""
-    step = measured.step_time
+    step, mean = measured.step_time, measured.mean_step_s
     if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
         return {-1: f"a step of {step.median:g} s"}
+    if mean is not None and not 0 < mean < math.inf:
+        return {-1: f"steps of {mean:g} s on average"}
     longest = _AWRY * max(typical(measured), step.p90)
     reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
@@ -59,9 +61,13 @@ def _finite(seconds: float) -> float:
     return seconds if math.isfinite(seconds) else 0.0
 
 
+def _known(seconds: float | None) -> float | None:
+    return seconds if seconds is not None and 0 <= seconds < math.inf else None
+
+
 def finite(measured: Measurements) -> Measurements:
     """``measured`` with 0 for values of ranks that are not finite, which a log cannot contain, and without such
-    transfers."""
+    transfers; impossible values of the whole step count as unknown."""
     ranks = [
         replace(r, own_s=_finite(r.own_s), waiting_s=_finite(r.waiting_s), data_wait_s=_finite(r.data_wait_s))
         for r in measured.per_rank
@@ -70,7 +76,10 @@ def finite(measured: Measurements) -> Measurements:
         if not all(x is None or math.isfinite(x) for x in (rank.mean_own_s, rank.stolen_share)):
             ranks[i] = replace(rank, mean_own_s=None, stolen_share=None)
     links = tuple(t for t in measured.links if math.isfinite(t.seconds) and math.isfinite(t.num_bytes))
-    return replace(measured, per_rank=tuple(ranks), links=links)
+    return replace(
+        measured, per_rank=tuple(ranks), links=links, data_wait_s=_known(measured.data_wait_s) or 0.0,
+        communication_s=_known(measured.communication_s), mean_step_s=_known(measured.mean_step_s),
+    )  # fmt: skip
 
 
 def _times(log: float) -> str:
@@ -105,6 +114,26 @@ def _other_processes(measured: Measurements, processes: Sequence[int]) -> str:
 
 
 @dataclass
+class Ignored:
+    """Processes whose values are ignored, because some are impossible; each is reported once."""
+
+    processes: set[int] = field(default_factory=set)
+
+    def window(self, bad: dict[int, str]) -> list[Finding]:
+        """Findings on processes whose values are ignored from now on, or used again. ``bad``: the result of
+        :func:`impossible_figures` for a window."""
+        findings = []
+        for p in sorted(set(bad) - self.processes):
+            who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
+            findings.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
+        for p in [] if -1 in bad else sorted(self.processes - set(bad) - {-1}):
+            line = f"figures of rank {p} are used again"
+            findings.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
+        self.processes = set(bad) | (self.processes if -1 in bad else set())
+        return findings
+
+
+@dataclass
 class Findings:
     """The findings so far, so that nothing is reported twice. ``reported``: each factor when it was last reported;
     ``planned``: all factors at the last change that lasted, with which plans are chosen."""
@@ -113,7 +142,7 @@ class Findings:
     reported: Slowness
     planned: Slowness = field(init=False)
     data: float = 0.0
-    ignored: set[int] = field(default_factory=set)
+    ignored: Ignored = field(default_factory=Ignored)
     heavy: set[object] = field(default_factory=set)
     groups: tuple[tuple[int, ...], ...] = ()
     lasting: Lasting = field(default_factory=Lasting)
@@ -127,18 +156,6 @@ class Findings:
     def take_for_granted(self, now: Slowness) -> None:
         """Go on from ``now`` without a finding."""
         self.reported = self.planned = now
-
-    def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
-        """Findings on processes whose values are ignored from now on, or used again."""
-        findings = []
-        for p in sorted(set(bad) - self.ignored):
-            who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
-            findings.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
-        for p in [] if -1 in bad else sorted(self.ignored - set(bad) - {-1}):
-            line = f"figures of rank {p} are used again"
-            findings.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
-        self.ignored = set(bad) | (self.ignored if -1 in bad else set())
-        return findings
 
     def memory(self, measured: Measurements, placement: Placement) -> list[Finding]:
         """Findings on ranks that needed more memory than predicted; once for each plan."""
