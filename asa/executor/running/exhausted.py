@@ -47,8 +47,11 @@ class MemoryWatch:
         """Fraction of this rank's memory in use, 0 to 1; 0 if ranks do not compare it."""
         return fullness(self.device) if self.votes else 0.0
 
-    def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
-        """Description of the shortage that raised ``error``; with None, of memory that is nearly full."""
+    def shortage(
+        self, plan: Plan, step: int, processes: tuple[int, ...] = (), *, error: BaseException | None = None
+    ) -> Shortage:  # fmt: skip
+        """Description of the shortage that raised ``error``; with None, of memory that is nearly full. ``processes``
+        run the ranks of ``plan``; by default in order."""
         requested_bytes = 0 if error is None else asked(error)
         limit = tightest(self.device, requested_bytes)
         base = 0 if limit is None else self.before.get(limit.kind, 0)
@@ -60,6 +63,7 @@ class MemoryWatch:
             used_bytes=None if limit is None else max(0, limit.used - base),
             asked_bytes=requested_bytes,
             room_bytes=None if limit is None else max(0, limit.limit - base),
+            processes=processes,
         )
 
 
@@ -68,9 +72,11 @@ class NearlyExhausted(Exception):
 
 
 @contextmanager
-def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
-    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan and
-    step.
+def explained(
+    watch: MemoryWatch, where: Callable[[], tuple[Plan, int, tuple[int, ...]]], note: Path | None = None
+) -> Iterator[None]:  # fmt: skip
+    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan, the step,
+    and the processes that run its ranks.
 
     Raises:
         ExhaustedError: memory ran out on this rank; the shortage is also written to ``note``.
@@ -80,8 +86,7 @@ def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: P
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_exhaustion(error):
             raise
-        plan, step = where()
-        shortage = watch.shortage(plan, step, error)
+        shortage = watch.shortage(*where(), error=error)
         traceback.clear_frames(error.__traceback__)  # frees what the step held, because the report takes memory, too
         if note is not None:
             with contextlib.suppress(OSError):
