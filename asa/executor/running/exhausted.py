@@ -75,8 +75,8 @@ class NearlyExhausted(Exception):
 def explained(
     watch: MemoryWatch, where: Callable[[], tuple[Plan, int, tuple[int, ...]]], note: Path | None = None
 ) -> Iterator[None]:  # fmt: skip
-    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan, the step,
-    and the processes that run its ranks.
+    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan, the
+    step, and the processes that run its ranks.
 
     Raises:
         ExhaustedError: memory ran out on this rank; the shortage is also written to ``note``.
