@@ -120,3 +120,31 @@ def test_a_step_of_which_nobody_knows_how_long_it_took_ends_nothing() -> None:
     interval = timer.exchange(LossCounter(torch.device("cpu")), step=1, stop=False)
     assert interval.seconds > 0
     assert list(impossible_figures(timer.measurements(None))) == [-1]
+
+
+class _Late(_Two):
+    """Rank 0 waits a second for its data in every step, and rank 1 as long for rank 0."""
+
+    def gather(self, figures: list[float]) -> list[list[float]]:
+        """The figures of rank 0, and those of rank 1."""
+        rows, size = [list(figures), list(figures)], len(StepTimes._fields)
+        for at in range(len(figures) - size * self.log_every, len(figures), size):
+            rows[0][at] = 1.0
+            rows[1][at : at + 4] = [0.0, 1.0 + figures[at + 1], 1.0, 1.0]
+        return rows
+
+
+def test_the_time_that_one_rank_waits_for_data_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "on", True)
+    clock, votes = _Steps(0.25), cast("Votes", _Late(0, 0.0, 20))
+    timer = EpochTimer(training.plan(ranks=2), (0, 1), votes, cast("StepClock", clock), 20, 10)
+    clock.taken = 20
+    for _ in range(20):
+        timer.stepped(full=True)
+    interval = timer.exchange(LossCounter(torch.device("cpu")), step=20, stop=False)
+    measured = interval.measured
+    assert measured is not None
+    assert (interval.seconds, interval.data_wait_s) == pytest.approx((25.0, 20.0))
+    assert (measured.step_time.median, measured.data_wait_s) == pytest.approx((0.25, 1.0))
+    assert impossible_figures(measured) == {}
+    assert measured.slowest == (0, pytest.approx(0.8))

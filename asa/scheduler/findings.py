@@ -24,7 +24,8 @@ _PLAIN = 3.0
 below it, noise in the first windows looks the same, and no plan helps."""
 _EVERYBODY = -1
 _AWRY = 2.0
-"""A part that takes longer than this multiple of the step is attributed to an error of the clock."""
+"""A part that takes longer than this multiple of the step, waiting for data included, is attributed to an error of the
+clock."""
 
 
 @noun
@@ -46,7 +47,7 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
         return {-1: f"a step of {step.median:g} s"}
     if mean is not None and not 0 < mean < math.inf:
         return {-1: f"steps of {mean:g} s on average"}
-    longest = _AWRY * max(typical(measured), step.p90)
+    longest = _AWRY * (max(typical(measured), step.p90) + (_known(measured.data_wait_s) or 0.0))
     reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}

@@ -20,7 +20,7 @@ def shares(plan: Plan) -> tuple[float, ...] | None:
         return None
     fewer, more = divmod(plan.global_batch, plan.num_microbatches)
     microbatches = ((fewer, plan.num_microbatches - more), (fewer + 1, more))
-    found = set()
+    found = set[tuple[float, ...]]()
     for layout in plan.layouts():
         rows = [
             sum(n * (stop - start) for size, n in microbatches for start, stop in [layout.rows_of(size, rank)])

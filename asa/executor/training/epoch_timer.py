@@ -144,11 +144,11 @@ class EpochTimer:
         for i, counts in enumerate(measured):
             at = first + _PER_STEP * i
             every = [StepTimes(*rank[at : at + _PER_STEP]) for rank in figures]
-            # A synchronous step takes as long as its slowest rank; who reports what cannot be is named later.
+            # A synchronous step takes as long as its slowest rank, for whose data others wait while they work. Who
+            # reports what cannot be is named later.
             possible = [t for t in every if t.possible]
-            pairs.append(
-                (max((t.data for t in possible), default=0.0), max((t.work for t in possible), default=0.0))
-            )  # fmt: skip
+            waited = max((t.data for t in possible), default=0.0)
+            pairs.append((waited, max((t.data + t.work for t in possible), default=waited) - waited))
             (self._times if counts else self._cold).append(pairs[-1])
             for record in (window, self._ranks) if waits.on else ():
                 record.step(every, counts=counts)
