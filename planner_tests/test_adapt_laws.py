@@ -343,8 +343,8 @@ def test_what_one_rank_was_measured_to_take_counts_for_another_rank_too() -> Non
     assert "rank 0's compute takes 2.3 times as long as predicted" in " ".join(_lines(events))
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6])
-def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: float) -> None:
+@pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6, None, "x"])
+def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: Any) -> None:
     class Broken(World):
         def _measured(self, steps: int) -> Measurements:
             found = super()._measured(steps)
@@ -839,8 +839,8 @@ def test_what_a_change_was_measured_to_gain_counts_on_the_way_back() -> None:
 
 
 @pytest.mark.parametrize("what", ["mean_step_s", "data_wait_s", "communication_s"])
-@pytest.mark.parametrize("nonsense", [math.nan, -1.0])
-def test_figures_of_all_ranks_that_cannot_be_end_no_run(what: str, nonsense: float) -> None:
+@pytest.mark.parametrize("nonsense", [math.nan, -1.0, "x"])
+def test_figures_of_all_ranks_that_cannot_be_end_no_run(what: str, nonsense: Any) -> None:
     class Broken(World):
         def _measured(self, steps: int) -> Measurements:
             return dataclasses.replace(super()._measured(steps), **{what: nonsense})
@@ -848,7 +848,8 @@ def test_figures_of_all_ranks_that_cannot_be_end_no_run(what: str, nonsense: flo
     world = _world(2, _slowness(2), kind=Broken)
     _, events = _run(world, 3)
     assert world.moves == []
-    ignored = [f"the figures of this window are ignored: steps of {nonsense:g} s on average"]
+    told = -1.0 if nonsense == -1.0 else math.nan
+    ignored = [f"the figures of this window are ignored: steps of {told:g} s on average"]
     assert _lines(events) == (ignored if what == "mean_step_s" else [])
     assert all(json.dumps(e, allow_nan=False) for e in events), "a log can hold it"
 

@@ -83,9 +83,9 @@ class Measurements:
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """(process, fraction): the process with the longest own work, and the largest fraction of a step, 0 to 1, for which
-        any process waits for another; both with waiting for input. None if ranks were not observed, or there is only
-        one."""
+        """(process, fraction): the process with the longest own work, and the largest fraction of a step, 0 to 1, for
+        which any process waits for another; both with waiting for input. None if ranks were not observed, or there is
+        only one."""
         if not self.per_rank or self.num_ranks < 2 or self.step_time.median <= 0:
             return None
         own = [rank.own_s + rank.data_wait_s for rank in self.per_rank]

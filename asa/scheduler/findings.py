@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Literal
 
 from asa.interfaces.executor import Placement
@@ -45,25 +46,30 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
     step, mean = measured.step_time, measured.mean_step_s
     if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
         return {-1: f"a step of {step.median:g} s"}
-    if mean is not None and not 0 < mean < math.inf:
-        return {-1: f"steps of {mean:g} s on average"}
+    if mean is not None and not 0 < _number(mean) < math.inf:
+        return {-1: f"steps of {_number(mean):g} s on average"}
     longest = _AWRY * (max(typical(measured), step.p90) + (_known(measured.data_wait_s) or 0.0))
     reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
-        for what, seconds in figures.items():
-            limit = math.inf if what == "waiting for data" else longest
+        for what, reported in figures.items():
+            limit, seconds = math.inf if what == "waiting for data" else longest, _number(reported)
             if not 0 <= seconds <= limit:  # this is true for NaN, too
                 reasons.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
     return reasons
 
 
-def _finite(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) else 0.0
+def _number(value: object) -> float:
+    """``value``; NaN if it is no number."""
+    return float(value) if isinstance(value, Real) else math.nan
 
 
-def _known(seconds: float | None) -> float | None:
-    return seconds if seconds is not None and 0 <= seconds < math.inf else None
+def _finite(seconds: object) -> float:
+    return number if math.isfinite(number := _number(seconds)) else 0.0
+
+
+def _known(seconds: object) -> float | None:
+    return number if 0 <= (number := _number(seconds)) < math.inf else None
 
 
 def finite(measured: Measurements) -> Measurements:
@@ -74,9 +80,9 @@ def finite(measured: Measurements) -> Measurements:
         for r in measured.per_rank
     ]
     for i, rank in enumerate(ranks):
-        if not all(x is None or math.isfinite(x) for x in (rank.mean_own_s, rank.stolen_share)):
+        if not all(x is None or math.isfinite(_number(x)) for x in (rank.mean_own_s, rank.stolen_share)):
             ranks[i] = replace(rank, mean_own_s=None, stolen_share=None)
-    links = tuple(t for t in measured.links if math.isfinite(t.seconds) and math.isfinite(t.num_bytes))
+    links = tuple(t for t in measured.links if math.isfinite(_number(t.seconds) + _number(t.num_bytes)))
     return replace(
         measured, per_rank=tuple(ranks), links=links, data_wait_s=_known(measured.data_wait_s) or 0.0,
         communication_s=_known(measured.communication_s), mean_step_s=_known(measured.mean_step_s),

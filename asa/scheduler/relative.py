@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asa.ir.measurements import Measurements, Transfer
 from asa.ir.plan import Plan
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
-from asa.scheduler.findings import Finding, Ignored, impossible_figures
+from asa.scheduler.findings import Finding, Ignored, finite, impossible_figures
 from asa.scheduler.lasting import Lasting, UsualVariation, disturbed
 from asa.scheduler.shape import Message
 
@@ -63,7 +63,8 @@ class Compared:
         findings = self._ignored.window(bad)
         if -1 in bad:
             return findings
-        all_ranks, steps = range(len(self._reported)), max(1, min(steps, measured.step_time.n))
+        measured, steps = finite(measured), max(1, min(steps, measured.step_time.n))
+        all_ranks = range(len(self._reported))
         self._costs.observe(measured, self._alike, all_ranks, steps, bad)
         self._variation.window(measured, all_ranks)
         shared_cores, seconds = disturbed(measured, all_ranks), steps * measured.step_time.median
