@@ -870,9 +870,9 @@ def test_a_change_does_not_give_what_was_sat_out_before_as_its_reason() -> None:
 
 def test_a_run_in_several_parts_goes_back_to_the_first_plan_too() -> None:
     """As an ``asa.Job`` that is asked for an epoch at a time."""
-    world = _world(2, _slowness(2, rank=1, by=4.0))
+    world = _world(2, _slowness(2, rank=1, by=4.0), move_s=0.0)
     events: list[dict[str, Any]] = []
-    loop = Loop(world, events.append, _model(2), Policy(rebuild_s=0.01))
+    loop = Loop(world, events.append, _model(2), Policy(rebuild_s=0.0))
     for epoch in range(8):
         assert [record.epoch for record in loop.run(range(epoch, epoch + 1))] == [epoch]
     assert _kinds(events)[::2] == ["switch", "switch"]
@@ -884,8 +884,8 @@ def test_steps_left_are_those_of_the_part_that_runs() -> None:
     class Unknown(World):
         steps_per_epoch = None  # type: ignore[assignment]
 
-    world = _world(2, _slowness(2, rank=1, by=4.0), kind=Unknown)
-    loop = Loop(world, lambda _event: None, _model(2), Policy(rebuild_s=0.01))
+    world = _world(2, _slowness(2, rank=1, by=4.0), kind=Unknown, move_s=0.0)
+    loop = Loop(world, lambda _event: None, _model(2), Policy(rebuild_s=0.0))
     list(loop.run(range(1)))
     list(loop.run(range(1, 8)))
     assert world.moves[0][0] < 2 * STEPS, "in the first epoch of the second part"
