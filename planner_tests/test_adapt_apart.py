@@ -22,7 +22,7 @@ from asa.errors import InfeasibleError, UnavailableError
 from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
-from asa.scheduler import Model, Policy, adapt
+from asa.scheduler import Loop, Model, Policy, adapt
 from asa.scheduler.model import Answer, Question, same
 from asa.strategies import offered
 from benchmarks.simulated_world import World
@@ -126,6 +126,35 @@ def test_a_search_beside_training_that_breaks_keeps_the_plan() -> None:
     assert searches
     assert world.moves == []
     assert "no other plan: the search broke (exit status -9)" in [e["why"] for e in events if e["event"] == "replan"]
+
+
+@pytest.mark.parametrize(("window", "ends"), [(WINDOW, 130), (2, 75)])
+def test_a_disturbance_that_ends_while_a_plan_is_looked_for_changes_nothing(window: int, ends: int) -> None:
+    world, searches, events, model = _beside(window=window, ends=ends)
+    list(adapt(world, range(8), events.append, model=model, policy=Policy(rebuild_s=0.0)))
+    assert searches
+    assert world.moves == []
+    assert [line for line in _lines(events) if "no longer" in line], "it is over"
+
+
+def test_an_answer_that_cannot_be_read_keeps_the_plan() -> None:
+    world, searches, events, model = _beside(ValueError("a fault"))
+    list(adapt(world, range(3), events.append, model=model, policy=Policy(rebuild_s=0.2)))
+    assert (len(searches) > 0, world.moves) == (True, [])
+    broke = "no other plan: the search broke with ValueError: a fault"
+    assert broke in [e["why"] for e in events if e["event"] == "replan"]
+
+
+def test_a_search_that_was_stopped_is_made_again_if_the_run_goes_on() -> None:
+    world, searches, events, model = _beside()
+    loop = Loop(world, events.append, model, Policy(rebuild_s=0.2))
+    epochs = iter(range(8))
+    while not searches:
+        epoch = next(epochs)
+        list(loop.run(range(epoch, epoch + 1)))
+    assert [s.stopped for s in searches] == [True], "it was not over when the epoch was"
+    list(loop.run(range(next(epochs), 8)))
+    assert _kinds(events)[0] == "switch"
 
 
 def test_a_run_that_ends_ends_its_search() -> None:

@@ -23,6 +23,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.report.pages.run import first_sentence
 from asa.report.text.story import render, story
 from asa.report.text.tables import plain
 from benchmarks.simulated_world import World
@@ -128,6 +129,56 @@ def test_the_story_of_a_run_says_what_was_slow_what_was_done_and_what_it_won(
     data = json.loads(capsys.readouterr().out)
     assert (data["kind"], len(data["changes"])) == ("story", 2)
     assert sum(s["last_step"] - s["first_step"] + 1 for s in data["stretches"]) == 8 * STEPS
+
+
+def _start(plan: str, resumed_step: int | None = None) -> dict[str, Any]:
+    return {
+        "event": "start", "plan_fingerprint": plan, "model": "cnn", "ranks": 2, "data": ["digits"],
+        "resumed_step": resumed_step,
+    }  # fmt: skip
+
+
+def _steps(step: int) -> dict[str, Any]:
+    return {"event": "steps", "step": step, "step_time_s": 0.1}
+
+
+_END: dict[str, Any] = {"event": "end", "exit_code": 0, "status": "done", "message": ""}
+
+
+def test_a_run_that_was_killed_is_told_to_be_and_goes_on_after_the_step_that_was_saved() -> None:
+    killed = story([_start("a"), _steps(50), _steps(100)])
+    assert killed.happenings[-1].line == "the log has no end: the run goes on, or was broken off"
+    found = story([_start("a"), _steps(50), _steps(100), _start("a", 60), _steps(80), _END])
+    assert [(h.kind, h.step) for h in found.happenings] == [("start", 0), ("end", 100), ("start", 60), ("end", 80)]
+    assert found.happenings[1].line == "the run was broken off"
+    assert [(s.first_step, s.last_step) for s in found.stretches] == [(1, 100), (61, 80)]
+    assert "the plan was never changed" in plain(render(found), width=120)
+    # A job may train on after an end.
+    assert story([_start("a"), _steps(5), _END, _steps(9)]).happenings[-1].line.startswith("the log has no end")
+
+
+def test_steps_after_a_restart_are_those_of_the_plan_that_all_ranks_are_started_with() -> None:
+    switch = {"event": "replan", "kind": "switch", "new": "b", "why": "w", "predicted_gain": 0.1, "seconds": 1.0}
+    again = {"event": "note", "message": "continuing after step 6", "resumed_step": 6, "plan_fingerprint": "a"}
+    found = story([_start("a"), _steps(8), switch, _steps(12), again, _steps(9), _END])
+    assert [(s.first_step, s.last_step, s.plan) for s in found.stretches] == [(1, 8, "a"), (9, 12, "b"), (7, 9, "a")]
+
+
+@pytest.mark.parametrize("kind", ["memory", "lost", None])
+def test_a_plan_that_was_changed_between_starts_is_not_said_to_have_stayed(kind: str | None) -> None:
+    told = {"event": "replan", "kind": kind, "new": "b", "why": "w", "strategy": "ddp", "ranks": 1, "ranks_before": 2,
+            "promised_bytes": 1 << 20}  # fmt: skip
+    change = [told] if kind else [_END, _start("b", 5)]
+    found = story([_start("a"), _steps(5), *change, _steps(9), _END])
+    assert found.times_changed == 1
+    assert "never changed" not in plain(render(found), width=120)
+    assert "the plan was changed once" in first_sentence(found)
+
+
+def test_workers_that_were_lost_and_came_back_are_in_the_story() -> None:
+    lost, back = ({"event": e, "rank": 1, "message": f"rank 1 {e}"} for e in ("lost", "returned"))
+    found = story([_start("a"), lost, back, _END])
+    assert [h.line for h in found.happenings][1:3] == ["rank 1 lost", "rank 1 returned"]
 
 
 def test_a_log_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from asa.ir.measurements import EpochRecord, Measurements, RankTiming, Transfer
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, plan, verify
-from asa.scheduler import Model, Policy, adapt
+from asa.scheduler import Loop, Model, Policy, adapt
 from asa.scheduler.costs import Costs, Factor, Slowness
 from asa.scheduler.model import rung, same
 from asa.scheduler.shape import Message, Shape
@@ -343,8 +343,8 @@ def test_what_one_rank_was_measured_to_take_counts_for_another_rank_too() -> Non
     assert "rank 0's compute takes 2.3 times as long as predicted" in " ".join(_lines(events))
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6])
-def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: float) -> None:
+@pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6, None, "x"])
+def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: Any) -> None:
     class Broken(World):
         def _measured(self, steps: int) -> Measurements:
             found = super()._measured(steps)
@@ -836,3 +836,56 @@ def test_what_a_change_was_measured_to_gain_counts_on_the_way_back() -> None:
     assert [len(new.processes) for _, _, new in world.moves] == [1, 2]
     assert world.moves[-1][0] <= ENDS + 6 * WINDOW
     assert world.plan.conduct == first.conduct
+
+
+@pytest.mark.parametrize("what", ["mean_step_s", "data_wait_s", "communication_s"])
+@pytest.mark.parametrize("nonsense", [math.nan, -1.0, "x"])
+def test_figures_of_all_ranks_that_cannot_be_end_no_run(what: str, nonsense: Any) -> None:
+    class Broken(World):
+        def _measured(self, steps: int) -> Measurements:
+            return dataclasses.replace(super()._measured(steps), **{what: nonsense})
+
+    world = _world(2, _slowness(2), kind=Broken)
+    _, events = _run(world, 3)
+    assert world.moves == []
+    told = -1.0 if nonsense == -1.0 else math.nan
+    ignored = [f"the figures of this window are ignored: steps of {told:g} s on average"]
+    assert _lines(events) == (ignored if what == "mean_step_s" else [])
+    assert all(json.dumps(e, allow_nan=False) for e in events), "a log can hold it"
+
+
+def test_a_change_does_not_give_what_was_sat_out_before_as_its_reason() -> None:
+    model, slow = _model(2), [_slowness(2, rank=r, by=4.0) for r in (1, 0)]
+    clean, *worse = (model.profile, model.cluster), *(model.corrected(s, range(2)) for s in slow)
+    world = World(
+        _first(2), lambda step: worse[0] if 60 <= step < 120 else worse[1] if step >= 240 else clean, STRATEGIES,
+        processes=2, steps=STEPS, window=WINDOW, move_s=0.2,
+    )  # fmt: skip
+    _, events = _run(world, 10, Policy(rebuild_s=60 * model.step_s(_placed(world), slow[0])))
+    (change,) = (e for e in events if e.get("kind") == "switch")
+    assert change["step"] > 240
+    assert change["why"].startswith("rank 0's compute takes 4 times")
+    assert "rank 1" not in change["why"]
+
+
+def test_a_run_in_several_parts_goes_back_to_the_first_plan_too() -> None:
+    """As an ``asa.Job`` that is asked for an epoch at a time."""
+    world = _world(2, _slowness(2, rank=1, by=4.0), move_s=0.0)
+    events: list[dict[str, Any]] = []
+    loop = Loop(world, events.append, _model(2), Policy(rebuild_s=0.0))
+    for epoch in range(8):
+        assert [record.epoch for record in loop.run(range(epoch, epoch + 1))] == [epoch]
+    assert _kinds(events)[::2] == ["switch", "switch"]
+    assert _back(world)
+    assert len(_lines(events)) == 2, "nothing is said twice"
+
+
+def test_steps_left_are_those_of_the_part_that_runs() -> None:
+    class Unknown(World):
+        steps_per_epoch = None  # type: ignore[assignment]
+
+    world = _world(2, _slowness(2, rank=1, by=4.0), kind=Unknown, move_s=0.0)
+    loop = Loop(world, lambda _event: None, _model(2), Policy(rebuild_s=0.0))
+    list(loop.run(range(1)))
+    list(loop.run(range(1, 8)))
+    assert world.moves[0][0] < 2 * STEPS, "in the first epoch of the second part"

@@ -118,6 +118,34 @@ def test_a_job_says_what_it_finds_and_decides() -> None:
     assert [line for line in told.splitlines() if line in lines] == lines
 
 
+def _told_in_parts(rank: int) -> list[dict[str, Any]]:
+    """Events of a job that is asked for its epochs one at a time."""
+    heard, sys.stderr = sys.stderr, StringIO()
+    events: list[dict[str, Any]] = []
+    try:
+        Clocked(None).begin()
+        net = _model()
+        data = TensorDataset(torch.randn(STEPS * BATCH, 3, 2, 2), torch.zeros(STEPS * BATCH, dtype=torch.long))
+        job = asa.Job(
+            net, torch.optim.SGD(net.parameters(), lr=0.0), DataLoader(data, batch_size=BATCH),
+            nn.functional.cross_entropy, cache=None, cluster="profiles/cluster.local-gloo-2.json", time_limit_s=0.3,
+            on_event=events.append,
+        )  # fmt: skip
+        for epochs in range(1, 4):
+            job.run(epochs)
+        job.close()
+        return events
+    finally:
+        sys.stderr = heard
+
+
+def test_a_job_remembers_from_call_to_call_what_it_has_said() -> None:
+    events, _ = run_ranks(2, _told_in_parts, threads=1, timeout_s=120)
+    lines = [e["line"] for e in events if e["event"] == "finding"]
+    assert lines
+    assert len(set(lines)) == len(lines)
+
+
 @pytest.mark.parametrize(("slow_from", "observe"), [(22, True), (None, True), (22, False)])
 def test_the_slow_rank_is_named(slow_from: int | None, observe: bool) -> None:
     told, silent = run_ranks(2, _train, _plan(), slow_from, observe, threads=1, timeout_s=120)

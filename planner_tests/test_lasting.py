@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import nouns
@@ -162,6 +163,22 @@ def test_a_run_whose_ranks_are_lost_saves_as_often_as_that_is_worth() -> None:
     lost.saved(0.25)
     assert lost.interval_s == pytest.approx(5.0)
     assert SaveClock(1.0, between_losses_s=50.0).interval_s == 1.0
+
+
+def test_ranks_are_compared_by_the_steps_of_a_window_and_not_by_all_since_the_start() -> None:
+    """A resumed run begins after many steps, and its first window is short."""
+    slow = _window((0.1, 0.2), (None, None))
+    compared = Compared(2)
+    assert compared.window(slow, 5000) == []
+    assert [f.where for f in compared.window(slow, STEPS)] == [1]
+
+
+def test_a_rank_that_reports_what_cannot_be_is_named_where_ranks_are_only_compared() -> None:
+    compared, odd = Compared(2), _window((0.1, 0.1))
+    odd = replace(odd, per_rank=(odd.per_rank[0], replace(odd.per_rank[1], own_s=math.nan)))
+    lines = [f.line for _ in range(3) for f in compared.window(odd, STEPS)]
+    assert lines == ["figures of rank 1 are ignored: nan s of computing in a step of 0.1 s"]
+    assert [f.line for f in compared.window(_window(), STEPS)] == ["figures of rank 1 are used again"]
 
 
 def test_a_loop_of_ones_own_waits_as_long_before_it_says_that_a_rank_is_slow() -> None:

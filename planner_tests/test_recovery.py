@@ -337,6 +337,38 @@ def test_fewer_ranks_have_more_of_the_memory_that_a_host_has_for_all() -> None:
             relieve(profile, cluster, other, 1, 2)
 
 
+def test_a_shortage_is_corrected_for_the_rank_that_a_process_ran() -> None:
+    """After a change of plan process 1 alone trains, or processes 1 and 0 are ranks 0 and 1."""
+    profile, cluster = _wide(0.5)
+    two, alone = (
+        solve(profile, cluster, offered(), Request(gpus=n, global_batch=256, strategies=("ddp",) * (n > 1) or None))[0]
+        for n in (2, 1)
+    )
+    promised = alone.prediction.memory_bytes_per_rank[0]
+    used = reserved(cluster.device, 1.5 * promised)
+    known = {"step": 3, "cause": "exhausted", "asked_bytes": 0, "room_bytes": None, "used_bytes": used}
+    of_process_0 = Shortage(plan=alone, rank=0, **known)
+    wanted = corrected(of_process_0, 1, profile, cluster, offered())
+    of_process_1 = dataclasses.replace(of_process_0, rank=1)
+    for found in (of_process_1, dataclasses.replace(of_process_1, processes=(1,))):
+        assert found.promised_bytes == promised
+        assert corrected(found, 1, profile, cluster, offered()) == wanted
+        assert relieve(profile, cluster, found, 1, 2).memory_scale > 1
+    per_rank = dataclasses.replace(two.prediction, memory_bytes_per_rank=(promised, 3 * promised))
+    turned = Shortage(plan=dataclasses.replace(two, prediction=per_rank), rank=0, processes=(1, 0), **known)
+    assert (turned.plan_rank, turned.promised_bytes) == (1, 3 * promised)
+
+
+def test_the_log_tells_under_which_plan_all_ranks_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fails(monkeypatch, {8}, error=OUT_OF_MEMORY)
+    train(DDP, training.settings(tmp_path), strategies=offered(), adapt=adapt, relieve=lambda *_: SAME)
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (note,) = (e for e in events if e["event"] == "note" and "resumed_step" in e)
+    assert (note["resumed_step"], note["plan_fingerprint"], note["ranks"]) == (6, fingerprint(SAME), 2)
+
+
 def _scarce() -> tuple[Profile, Cluster, Plan]:
     """A profile that promises half of what a step takes, its cluster, and the plan they lead to."""
     profile, cluster = _wide(0.5)

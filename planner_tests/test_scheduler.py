@@ -12,11 +12,13 @@ from promising import Promising
 from asa.errors import InfeasibleError, PreemptedError, UnavailableError, WorkersFailedError
 from asa.interfaces.executor import EpochOutcome, Executor, Look, Placement
 from asa.ir.codec import fingerprint
-from asa.ir.measurements import EpochRecord, Measurements
+from asa.ir.measurements import EpochRecord, Measurements, RankTiming
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
 from asa.scheduler import Model, Policy, adapt, describe
-from asa.scheduler.decide import Change, Decider
+from asa.scheduler.costs import Slowness
+from asa.scheduler.decide import Change, Decider, _Option
+from asa.scheduler.model import Answer
 
 STEPS = 20
 
@@ -363,6 +365,40 @@ def test_a_search_that_fails_does_not_keep_the_run_from_a_plan_that_ran_before()
     assert len(asked) == 1
     assert change is not None
     assert change.target == first
+
+
+@pytest.mark.parametrize(("batch", "slow", "found"), [(8, None, []), (8, 3, [3]), (5, None, []), (5, 3, [])])
+def test_ranks_are_compared_only_where_their_shares_are_about_equal(
+    batch: int, slow: int | None, found: list[int]
+) -> None:
+    """Of five samples one of four ranks has two."""
+    plan = training.plan(ranks=4, batch=batch)
+    (layout,) = set(plan.layouts())
+    own = [0.1 * (stop - start) for start, stop in (layout.rows_of(batch, r) for r in range(4))]
+    own = [s * (2.0 if r == slow else 1.0) for r, s in enumerate(own)]
+
+    class Shared(Pretender):
+        def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+            outcome = super().run_epoch(epoch)
+            ranks = tuple(RankTiming(own_s=s, waiting_s=max(own) - s, data_wait_s=0.0) for s in own)
+            measured = dataclasses.replace(outcome.measurements, per_rank=ranks)
+            return dataclasses.replace(outcome, measurements=measured)
+
+    events: list[dict[str, Any]] = []
+    executor = Shared(plan, {plan.strategy: max(own)})
+    list(adapt(executor, range(4), events.append, policy=Policy(keep_plan=True)))
+    assert [e["where"] for e in events if e["event"] == "finding"] == found
+
+
+def test_a_change_is_judged_by_draws_of_the_factors_that_they_were_made_for() -> None:
+    """Much was to be gained when another plan was looked for, nothing since."""
+    model, (first, second) = Promising(_plan(1.0)), (_plan(1.0), _plan(0.5, strategy="ddp"))
+    current, other = (Placement(plan=p, processes=(0, 1)) for p in (first, second))
+    before, now = (Slowness(common=0.0, ranks=(0.0, log), levels=(0.0,)) for log in (1.0, 0.0))
+    model.__dict__["step_s"] = lambda p, slowness: 1.0 if p is current else 0.5 if slowness == before else 1.2
+    decider, option = Decider(model, 2, Policy()), _Option(target=other, ratio=1.2, cost_s=0.0)
+    decider._answer = Answer(found=[other], placements=[current, other], draws=[(1.0, 0.5)] * 20), before
+    assert decider._confidence(current, option, now, 1.0, 100) == 0.0
 
 
 def test_the_line_of_an_epoch() -> None:

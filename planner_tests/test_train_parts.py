@@ -31,7 +31,7 @@ from asa.executor.running.run import train
 from asa.executor.running.stored_settings import keep, recalled
 from asa.executor.training import checkpoint
 from asa.executor.training.clock import StepClock
-from asa.executor.training.logs import RunLog
+from asa.executor.training.logs import RunLog, Work
 from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
@@ -212,6 +212,19 @@ def test_a_run_adds_up_its_time_and_cost_and_finds_its_target(tmp_path: Path) ->
     assert "aim" not in RunLog(tmp_path).finish(exit_code=0), "where nothing was asked for"
 
 
+def test_ranks_that_are_started_again_all_count_for_the_use_of_devices(tmp_path: Path) -> None:
+    """Also those that a change of plan had left out."""
+    heard: list[dict[str, Any]] = []
+    log = RunLog(tmp_path, work=Work(flops_per_sample=1e9, peak_flops_per_s=1e12), listener=heard.append)
+    two = {"plan_fingerprint": "f00d", "ranks": 2}
+    log({"event": "start", "model": "cnn", "device": "cpu", "global_batch": 8, **two})
+    steps, switch = {"event": "steps", "samples_per_s": 100.0}, {"event": "replan", "kind": "switch", "processes": [0]}
+    note = {"event": "note", "message": "continuing after step 6", "resumed_step": 6, **two}
+    for event in (steps, switch, steps, note, steps):
+        log(event)
+    assert [e["mfu"] for e in heard if e["event"] == "steps"] == pytest.approx([0.05, 0.1, 0.05])
+
+
 def test_data_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     """As those of a function that draws without a seed, in the processes of a launcher."""
     found = run_ranks(2, _materials, str(tmp_path), timeout_s=120)
@@ -376,6 +389,22 @@ def test_a_batch_larger_than_the_data_or_too_small_for_the_ranks(out: Path) -> N
         return executor.steps_per_epoch
 
     assert run_ranks(1, larger, threads=1) == [1]
+
+
+def test_samples_that_another_plan_leaves_out_are_told(out: Path) -> None:
+    """1437 = 7 * 205 + 2: one rank trains on the last two, each of two ranks would have one, too few for BatchNorm."""
+    two, one = (training.plan(ranks=ranks, batch=205) for ranks in (2, 1))
+
+    def body(rank: int) -> list[str]:
+        executor, told = _executor(rank, str(out), two), list[str]()
+        executor._announce = lambda event: told.append(event["message"])
+        for plan, processes in ((one, (1,)), (one, (0,)), (two, (0, 1))):
+            executor.migrate(plan, processes)
+        return told
+
+    again, left_out = "the last 2 samples of every epoch are used again", "2 samples of every epoch are left out"
+    for told in run_ranks(2, body, threads=1, timeout_s=120):
+        assert [line.partition(":")[0] for line in told] == [again, left_out]
 
 
 def test_stopping_before_the_first_step_saves_and_says_so(out: Path) -> None:

@@ -55,7 +55,7 @@ class Measurements:
     Attributes:
         peak_memory_bytes: peak of active memory by rank of the plan, counted like the prediction; None if not measured.
         communication_s: exposed communication per step; None if not measured.
-        data_wait_s: wait for input per step.
+        data_wait_s: wait for input per step, on the rank that waits longest; not part of ``step_time``.
         per_rank: timings by process of the run; idle processes have an ``own_s`` of 0. Empty if ranks were not
             observed.
         links: measured transfers; empty if ranks were not observed.
@@ -83,13 +83,14 @@ class Measurements:
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """(process, fraction): the process with the longest own work, input included, and the largest fraction of a
-        step, 0 to 1, for which any process waits. None if ranks were not observed, or there is only one."""
+        """(process, fraction): the process with the longest own work, and the largest fraction of a step, 0 to 1, for
+        which any process waits for another; both with waiting for input. None if ranks were not observed, or there is
+        only one."""
         if not self.per_rank or self.num_ranks < 2 or self.step_time.median <= 0:
             return None
         own = [rank.own_s + rank.data_wait_s for rank in self.per_rank]
         waiting = max(rank.waiting_s for rank in self.per_rank)
-        return own.index(max(own)), min(1.0, waiting / self.step_time.median)
+        return own.index(max(own)), min(1.0, waiting / (self.step_time.median + max(0.0, self.data_wait_s)))
 
     @property
     def samples_per_s(self) -> float:

@@ -18,7 +18,7 @@ _ASKED = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)?) ?(bytes|byt
 
 @noun
 class Shortage:
-    """Shortage of memory on rank ``rank`` under ``plan``, in optimizer step ``step`` of the run, counted from 0.
+    """Shortage of memory on process ``rank`` of a run under ``plan``, in its optimizer step ``step``, counted from 0.
 
     Bytes are those of the model and its training, without what the process had before. They are None where they are not
     known.
@@ -31,6 +31,7 @@ class Shortage:
         room_bytes: the most that the rank could have had.
         free_bytes: what all ranks of one host can have between them, including what each of their processes has without
             a model: the free memory after they had ended. None also where ranks share no memory.
+        processes: the process that ran each rank of the plan; empty if they are in order, or not known.
     """
 
     plan: Plan
@@ -41,12 +42,19 @@ class Shortage:
     asked_bytes: int
     room_bytes: int | None
     free_bytes: int | None = later()
+    processes: tuple[int, ...] = later(())
+
+    @property
+    def plan_rank(self) -> int:
+        """Rank of the plan that process ``rank`` ran; if that is none or not known, the one that needs most memory."""
+        predicted = self.plan.prediction.memory_bytes_per_rank
+        order = self.processes if len(self.processes) == len(predicted) else range(len(predicted))
+        return order.index(self.rank) if self.rank in order else predicted.index(max(predicted))
 
     @property
     def promised_bytes(self) -> int:
         """Bytes that the plan predicted for this rank."""
-        predicted = self.plan.prediction.memory_bytes_per_rank
-        return predicted[self.rank] if self.rank < len(predicted) else max(predicted, default=0)
+        return self.plan.prediction.memory_bytes_per_rank[self.plan_rank]
 
 
 def is_exhaustion(error: BaseException) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asa.scheduler.loop import Announce, adapt
+from asa.scheduler.loop import Announce, Loop, adapt
 from asa.scheduler.model import Model
 from asa.scheduler.policy import Policy, describe
 
-__all__ = ["Announce", "Model", "Policy", "adapt", "describe"]
+__all__ = ["Announce", "Loop", "Model", "Policy", "adapt", "describe"]

@@ -27,7 +27,7 @@ from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift,
 from asa.scheduler.expected import Expected
 from asa.scheduler.experience import Experience
 from asa.scheduler.exposed import Exposed
-from asa.scheduler.findings import Finding, Findings, impossible_figures
+from asa.scheduler.findings import Finding, Findings, finite, impossible_figures
 from asa.scheduler.lasting import Lasting
 from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
 from asa.scheduler.policy import Policy
@@ -161,7 +161,8 @@ class Decider:
         self._windows = 0
         self._background_search: tuple[Asked, Slowness] | None = None
         self._uncounted_steps = 0
-        self._answer: Answer | None = None
+        self._answer: tuple[Answer, Slowness] | None = None
+        """The last answer of a search during training, and the factors that it was asked for."""
         self._search_failed = self._heavy = False
         """Whether the last search found no answer, and whether more memory was needed than any search allowed for."""
         self._peaks: tuple[Placement, tuple[int, ...]] | None = None
@@ -181,8 +182,11 @@ class Decider:
         """Remember the newest word on every cause for which a plan can be changed."""
         for f in findings:
             if f.cause not in ("data", "figures"):
-                cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
-                self._causes[cause, f.where] = f.line
+                key = "compute" if f.cause == "everything" else f.cause, f.where  # one word on all ranks, the last
+                if f.ended and key in self._causes:  # it began and ended under this plan
+                    del self._causes[key]
+                else:
+                    self._causes[key] = f.line
 
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
@@ -191,12 +195,14 @@ class Decider:
         returns the change to make, if any."""
         self.found, self.events, self._windows = [], [], self._windows + 1
         bad = impossible_figures(measured)
-        self.found += self._findings.bad_figures(bad)
+        self.found += self._findings.ignored.window(bad)
         if -1 in bad:
             return None
-        steps = max(1, min(steps, measured.step_time.n))
+        steps, measured = max(1, min(steps, measured.step_time.n)), finite(measured)
         if self._background_search is not None:  # the search uses the cores, so these steps are not representative
-            return self._answered(self._background_search, current, measured, steps, left)
+            self._uncounted_steps += steps
+            self._ask(*self._background_search, current)
+            return None
         expected = self._expectation(current)
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
@@ -233,6 +239,7 @@ class Decider:
             return None
         changed = slowness.distance(self._solved) > LIKE and not self._repriced(current, slowness)
         outdated = changed or (self._retry_in is not None and self._retry_in <= 0)
+        steps, self._uncounted_steps = steps + self._uncounted_steps, 0
         if (outdated or self._heavy) and not self._search(current, measured, slowness):
             self._uncounted_steps = steps
             return None
@@ -250,28 +257,25 @@ class Decider:
         option.ratio = ratio
         return True
 
-    def _answered(
-        self, running: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
-    ) -> Change | None:
-        """Handle the answer of a search that runs during training; returns the change to make, if any."""
-        search, slowness = running
-        self._uncounted_steps += steps
+    def _ask(self, search: Asked, slowness: Slowness, current: Placement) -> None:
+        """Ask a search that runs during training for its answer. A change to the plan that it finds waits for the next
+        window, whose steps show whether ``slowness``, with which the search began, has ended meanwhile."""
         answer, failed = None, ""
         try:
             answer = search.result()
             if answer is None:
-                return None
-        except AsaError as error:
-            failed = f"no other plan: {error}"
-        self._background_search, self._answer, self._search_failed = None, answer, answer is None
+                return
+        except Exception as error:
+            failed = _failure(error)
+        self._background_search, self._search_failed = None, answer is None
+        self._answer = None if answer is None else (answer, slowness)
         self._choose(current, slowness, [] if answer is None else answer.found, failed)
-        return self._weigh(current, measured, slowness, self._uncounted_steps, left)
 
     def close(self) -> None:
-        """Stop a search that is still running."""
+        """Stop a search that is still running. If the run goes on after all, it is repeated."""
         if self._background_search is not None:
             self._background_search[0].stop()
-            self._background_search = None
+            self._background_search, self._retry_in = None, 0
 
     def corrected(self, current: Placement) -> Slowness:
         """All estimates, including the residual of the step under ``current``."""
@@ -352,10 +356,8 @@ class Decider:
                 self._background_search = self.model.background(question), slowness
                 return False
             solved = self.model.best(current, measured, slowness)
-        except AsaError as error:
-            failed = f"no other plan: {error}"
-        except Exception as error:  # an error of the search does not end training
-            failed = f"no other plan: the search broke with {type(error).__name__}: {error}"
+        except Exception as error:
+            failed = _failure(error)
         self._choose(current, slowness, solved, failed)
         return True
 
@@ -400,7 +402,8 @@ class Decider:
         # Steps before the machine's state was known count if they confirm it.
         unexplained = abs(math.log(step_s / self._price(current, slowness))) > _SIMILAR if num_steps else True
         num_steps = self._recent.num_since if unexplained else num_steps
-        if num_steps < MIN_STEPS or any(2 * f.doubtful >= MIN_STEPS for f in self.costs.ranks):
+        doubted = any(2 * f.doubtful >= MIN_STEPS for f in self.costs.ranks)
+        if num_steps < MIN_STEPS or doubted or typical(measured) < step_s * math.exp(-LIKE):  # it may be over
             option.owed += steps
             self.reason = "another plan is faster; the present one is measured first"
             return None
@@ -453,13 +456,14 @@ class Decider:
         factors. A draw in which steps become slower loses those of a trial, and two changes."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
-        answer, self._answer, pair = self._answer, None, (current, option.target)
-        if answer is None:
+        drawn, self._answer, pair = self._answer, None, (current, option.target)
+        if drawn is None:
             draws = self.model.draws(self.costs.deviations(), slowness, pair, policy.draws, seed)
         else:
+            answer, slowness = drawn
             now_at, other_at = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
             draws = [(row[now_at], row[other_at]) for row in answer.draws]
-        base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
+        base = option.ratio * self.model.step_s(current, slowness) / self.model.step_s(option.target, slowness)
         doubt, saved_s, lost_s = self._untried(current, option.target, slowness), 0.0, 0.0
         base, error = base * math.exp(doubt), math.hypot(policy.model_error, doubt)
         for current_s, target_s in draws:
@@ -591,3 +595,9 @@ for again; of a measured step from its price up to which the factors explain it;
 other plan is tried for a while after a change that did not help."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced again, and of times that count as equal."""
+
+
+def _failure(error: Exception) -> str:
+    """What is announced of a search that failed. It does not end training, whatever the error."""
+    broken = "" if isinstance(error, AsaError) else f"the search broke with {type(error).__name__}: "
+    return f"no other plan: {broken}{error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Literal
 
 from asa.interfaces.executor import Placement
@@ -24,7 +25,8 @@ _PLAIN = 3.0
 below it, noise in the first windows looks the same, and no plan helps."""
 _EVERYBODY = -1
 _AWRY = 2.0
-"""A part that takes longer than this multiple of the step is attributed to an error of the clock."""
+"""A part that takes longer than this multiple of the step, waiting for data included, is attributed to an error of the
+clock."""
 
 
 @noun
@@ -41,36 +43,50 @@ class Finding:
 
 def impossible_figures(measured: Measurements) -> dict[int, str]:
     """Processes with impossible values, and why; key -1 stands for the step itself."""
-    step = measured.step_time
+    step, mean = measured.step_time, measured.mean_step_s
     if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
         return {-1: f"a step of {step.median:g} s"}
-    longest = _AWRY * max(typical(measured), step.p90)
+    if mean is not None and not 0 < _number(mean) < math.inf:
+        return {-1: f"steps of {_number(mean):g} s on average"}
+    longest = _AWRY * (max(typical(measured), step.p90) + (_known(measured.data_wait_s) or 0.0))
     reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
-        for what, seconds in figures.items():
-            limit = math.inf if what == "waiting for data" else longest
+        for what, reported in figures.items():
+            limit, seconds = math.inf if what == "waiting for data" else longest, _number(reported)
             if not 0 <= seconds <= limit:  # this is true for NaN, too
                 reasons.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
     return reasons
 
 
-def _finite(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) else 0.0
+def _number(value: object) -> float:
+    """``value``; NaN if it is no number."""
+    return float(value) if isinstance(value, Real) else math.nan
+
+
+def _finite(seconds: object) -> float:
+    return number if math.isfinite(number := _number(seconds)) else 0.0
+
+
+def _known(seconds: object) -> float | None:
+    return number if 0 <= (number := _number(seconds)) < math.inf else None
 
 
 def finite(measured: Measurements) -> Measurements:
     """``measured`` with 0 for values of ranks that are not finite, which a log cannot contain, and without such
-    transfers."""
+    transfers; impossible values of the whole step count as unknown."""
     ranks = [
         replace(r, own_s=_finite(r.own_s), waiting_s=_finite(r.waiting_s), data_wait_s=_finite(r.data_wait_s))
         for r in measured.per_rank
     ]
     for i, rank in enumerate(ranks):
-        if not all(x is None or math.isfinite(x) for x in (rank.mean_own_s, rank.stolen_share)):
+        if not all(x is None or math.isfinite(_number(x)) for x in (rank.mean_own_s, rank.stolen_share)):
             ranks[i] = replace(rank, mean_own_s=None, stolen_share=None)
-    links = tuple(t for t in measured.links if math.isfinite(t.seconds) and math.isfinite(t.num_bytes))
-    return replace(measured, per_rank=tuple(ranks), links=links)
+    links = tuple(t for t in measured.links if math.isfinite(_number(t.seconds) + _number(t.num_bytes)))
+    return replace(
+        measured, per_rank=tuple(ranks), links=links, data_wait_s=_known(measured.data_wait_s) or 0.0,
+        communication_s=_known(measured.communication_s), mean_step_s=_known(measured.mean_step_s),
+    )  # fmt: skip
 
 
 def _times(log: float) -> str:
@@ -105,6 +121,26 @@ def _other_processes(measured: Measurements, processes: Sequence[int]) -> str:
 
 
 @dataclass
+class Ignored:
+    """Processes whose values are ignored, because some are impossible; each is reported once."""
+
+    processes: set[int] = field(default_factory=set)
+
+    def window(self, bad: dict[int, str]) -> list[Finding]:
+        """Findings on processes whose values are ignored from now on, or used again. ``bad``: the result of
+        :func:`impossible_figures` for a window."""
+        findings = []
+        for p in sorted(set(bad) - self.processes):
+            who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
+            findings.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
+        for p in [] if -1 in bad else sorted(self.processes - set(bad) - {-1}):
+            line = f"figures of rank {p} are used again"
+            findings.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
+        self.processes = set(bad) | (self.processes if -1 in bad else set())
+        return findings
+
+
+@dataclass
 class Findings:
     """The findings so far, so that nothing is reported twice. ``reported``: each factor when it was last reported;
     ``planned``: all factors at the last change that lasted, with which plans are chosen."""
@@ -113,7 +149,7 @@ class Findings:
     reported: Slowness
     planned: Slowness = field(init=False)
     data: float = 0.0
-    ignored: set[int] = field(default_factory=set)
+    ignored: Ignored = field(default_factory=Ignored)
     heavy: set[object] = field(default_factory=set)
     groups: tuple[tuple[int, ...], ...] = ()
     lasting: Lasting = field(default_factory=Lasting)
@@ -127,18 +163,6 @@ class Findings:
     def take_for_granted(self, now: Slowness) -> None:
         """Go on from ``now`` without a finding."""
         self.reported = self.planned = now
-
-    def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
-        """Findings on processes whose values are ignored from now on, or used again."""
-        findings = []
-        for p in sorted(set(bad) - self.ignored):
-            who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
-            findings.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
-        for p in [] if -1 in bad else sorted(self.ignored - set(bad) - {-1}):
-            line = f"figures of rank {p} are used again"
-            findings.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
-        self.ignored = set(bad) | (self.ignored if -1 in bad else set())
-        return findings
 
     def memory(self, measured: Measurements, placement: Placement) -> list[Finding]:
         """Findings on ranks that needed more memory than predicted; once for each plan."""

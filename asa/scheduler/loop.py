@@ -12,19 +12,19 @@ from asa.interfaces.executor import Executor, Placement
 from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
-from asa.ir.plan import Plan
 from asa.scheduler.costs import Slowness
 from asa.scheduler.decide import Change, Decider
 from asa.scheduler.findings import Finding, finite
 from asa.scheduler.model import Model
 from asa.scheduler.policy import Policy, describe
-from asa.scheduler.relative import Compared
+from asa.scheduler.relative import Compared, shares
 
 Announce = Callable[[dict[str, Any]], None]
 
 
-class _Loop:
-    """State of the run on one process. The leading process decides, the others follow."""
+class Loop:
+    """The loop over epochs on one process; see :func:`adapt`. The leading process decides, the others follow. Several
+    calls of :meth:`run` continue one run: what was learnt in one counts in the next."""
 
     def __init__(self, executor: Executor, announce: Announce, model: Model | None, policy: Policy) -> None:
         if executor.rebuild_s is not None:  # what was timed here is better than what is taken for granted
@@ -34,10 +34,12 @@ class _Loop:
         able = model is not None and not policy.keep_plan
         # Other processes may lack the model's files. Under a discipline one may enter later, when nobody else votes.
         self.may_change = executor.tell(able) if executor.plan.consistency is None else able
-        comparable = policy.keep_plan and executor.leads and _has_equal_shares(executor.plan)
-        self.compared = Compared(executor.num_processes) if comparable else None
+        of_ranks = shares(executor.plan) if policy.keep_plan and executor.leads else None
+        self.compared = None if of_ranks is None else Compared(len(of_ranks), of_ranks)
         self.epoch = self.epochs_left = self.looks = self.step = 0
         self.total: int | None = None
+        self.steps_done: int | None = None
+        """Steps since the start of the run at the end of the last epoch."""
         self.levels: set[int] = set()
         """Levels of links of which transfers were timed under some plan."""
         self.trained_s = self.probe_s = 0.0
@@ -52,6 +54,8 @@ class _Loop:
         self.epochs_left = epochs.stop - epoch - 1
         if self.executor.steps_per_epoch is not None:
             self.total = self.executor.steps_per_epoch * epochs.stop
+        elif self.steps_done is not None:
+            self.total = self.steps_done * epochs.stop // max(1, epoch)
         if self.decider is not None:
             self.decider.reason = ""
 
@@ -164,11 +168,43 @@ class _Loop:
             best_possible_gain=0.0 if decider is None else decider.bound,
         )
 
-
-def _has_equal_shares(plan: Plan) -> bool:
-    """Whether all ranks of ``plan`` have the same work, so that their times can be compared."""
-    alike = plan.devices is None and plan.consistency is None and plan.num_ranks > 1
-    return alike and len(plan.stages) == 1 and plan.stages[0].weights is None
+    def run(self, epochs: range, keep: Callable[[Slowness], None] | None = None) -> Iterator[EpochRecord]:
+        """Train ``epochs``; see :func:`adapt`."""
+        executor = self.executor
+        try:
+            for epoch in epochs:
+                self.begin(epoch, epochs)
+                outcome = executor.run_epoch(epoch, self.look)
+                # Steps count from the start of the run, also after a resume.
+                self.steps_done, self.total = outcome.step, outcome.step * epochs.stop // (epoch + 1)
+                if self.looked:
+                    self.memory(outcome.measurements)
+                agreed = None if self.looked else self.judge(outcome.measurements, outcome.step)
+                self.changed = self.changed or agreed is not None
+                record = EpochRecord(
+                    epoch=epoch,
+                    step=outcome.step,
+                    seconds=outcome.seconds,
+                    train_loss=outcome.train_loss,
+                    validation_loss=outcome.validation_loss,
+                    validation_accuracy=outcome.validation_accuracy,
+                    learning_rate=outcome.learning_rate,
+                    measurements=finite(outcome.measurements),
+                    verdict=self.verdict(outcome.measurements),
+                )
+                # Order: first the record, because after the checkpoint a resumed run skips this epoch; then the
+                # checkpoint, before a change of plan. So nothing is lost if the run ends in between.
+                self.announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
+                executor.save(epoch)
+                if agreed is not None and not self.move(agreed):
+                    record = replace(record, verdict=replace(record.verdict, action="keep"))
+                if keep is not None and self.decider is not None:
+                    current = Placement(plan=executor.plan, processes=executor.processes)
+                    keep(self.decider.corrected(current))
+                yield record
+        finally:
+            if self.decider is not None:
+                self.decider.close()
 
 
 def adapt(
@@ -186,44 +222,10 @@ def adapt(
     after every epoch: it corrects ``model`` by the measurements, reports what is slow, and all processes change to a
     plan that is faster under the corrected costs if this pays for the change. If the next steps are not faster, the
     change is undone, and no other is made for a while. Without a ``model`` on the leading rank the plan never changes;
-    with ``policy.keep_plan``, ranks with equal shares are compared with each other then. ``keep``: called with the
-    estimated costs after every epoch, on the leading rank.
+    with ``policy.keep_plan``, ranks with about equal shares are compared with each other then. ``keep``: called with
+    the estimated costs after every epoch, on the leading rank.
     """
-    loop = _Loop(executor, announce, model, policy or Policy())
-    try:
-        for epoch in epochs:
-            loop.begin(epoch, epochs)
-            outcome = executor.run_epoch(epoch, loop.look)
-            # Steps count from the start of the run, also after a resume.
-            loop.total = outcome.step * epochs.stop // (epoch + 1)
-            if loop.looked:
-                loop.memory(outcome.measurements)
-            agreed = None if loop.looked else loop.judge(outcome.measurements, outcome.step)
-            loop.changed = loop.changed or agreed is not None
-            record = EpochRecord(
-                epoch=epoch,
-                step=outcome.step,
-                seconds=outcome.seconds,
-                train_loss=outcome.train_loss,
-                validation_loss=outcome.validation_loss,
-                validation_accuracy=outcome.validation_accuracy,
-                learning_rate=outcome.learning_rate,
-                measurements=finite(outcome.measurements),
-                verdict=loop.verdict(outcome.measurements),
-            )
-            # Order: first the record, because after the checkpoint a resumed run skips this epoch; then the checkpoint,
-            # before a change of plan. So nothing is lost if the run ends in between.
-            announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
-            executor.save(epoch)
-            if agreed is not None and not loop.move(agreed):
-                record = replace(record, verdict=replace(record.verdict, action="keep"))
-            if keep is not None and loop.decider is not None:
-                current = Placement(plan=executor.plan, processes=executor.processes)
-                keep(loop.decider.corrected(current))
-            yield record
-    finally:
-        if loop.decider is not None:
-            loop.decider.close()
+    yield from Loop(executor, announce, model, policy or Policy()).run(epochs, keep)
 
 
-__all__ = ["Announce", "adapt"]
+__all__ = ["Announce", "Loop", "adapt"]

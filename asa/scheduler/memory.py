@@ -62,7 +62,7 @@ def corrected(
     Raises:
         InvalidInputError: the plan is of another model than the profile.
     """
-    plan, rank, needs = shortage.plan, shortage.rank, _needed(shortage, cluster)
+    plan, rank, needs = shortage.plan, shortage.plan_rank, _needed(shortage, cluster)
     profile = on_device(profile, cluster)
     scale = plan.memory_scale if needs is None else scale_of(plan, rank, needs, profile, cluster, strategies)
     promised = verify(plan, heavier_profile(profile, scale), cluster, strategies).memory_bytes_per_rank

@@ -66,7 +66,7 @@ from asa.ir.profile import Precision
 from asa.ir.units import time_span
 from asa.launch import faults, give_back_freed_memory, latecomer, store_of_ranks
 from asa.launch.worker import others_may_leave
-from asa.scheduler import Model, Policy, adapt
+from asa.scheduler import Loop, Model, Policy
 from asa.sharding.layers.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
@@ -183,6 +183,7 @@ class Job:
         late, context.votes.announced = latecomer() is not None, []
         self._stack = ExitStack()
         self._replan = replan
+        self._loop: Loop | None = None
         votes = context.votes
         batches = GlobalBatches(loader, votes, lambda total: self._executor.rows(total))
         shaped(model)
@@ -381,20 +382,26 @@ class Job:
             if not executor.entered and not executor.enter():
                 return
             executor.advance()
-            lockstep = self.plan.consistency is None
-            able = self._replan and lockstep and self._origins is not None
-            model, policy = self._model() if lockstep else None, Policy(keep_plan=not able)
             with concluded(self._log):
                 while True:
                     rounds = range(executor.next_epoch, epochs)
                     try:
-                        yield from adapt(executor, rounds, executor.announce, model=model, policy=policy)
+                        yield from self._adaptive_loop().run(rounds)
                         return
                     except WorkersFailedError as error:
                         if not executor.was_left_behind(error):
                             raise
                         if not executor.enter():
                             return
+
+    def _adaptive_loop(self) -> Loop:
+        """The loop over epochs, which remembers between calls of :meth:`epochs` what it has learnt."""
+        if self._loop is None:
+            lockstep = self.plan.consistency is None
+            able = self._replan and lockstep and self._origins is not None
+            model, policy = self._model() if lockstep else None, Policy(keep_plan=not able)
+            self._loop = Loop(self._executor, self._executor.announce, model, policy)
+        return self._loop
 
     def _model(self) -> Model | None:
         """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""

@@ -22,7 +22,8 @@ from asa.ir.plan import Plan
 from asa.ir.units import seconds
 from asa.scheduler import Model, Policy
 from asa.scheduler.decide import Change, Decider
-from asa.scheduler.relative import Compared
+from asa.scheduler.findings import Finding
+from asa.scheduler.relative import Compared, shares
 
 _LOOK_EVERY = 50
 """Largest number of steps between two observations; with long steps there is one about every second."""
@@ -59,7 +60,7 @@ class _LoopClock(StepClock):
 
 class StepWatch:
     """Observes one model's steps under ``plan``. ``model``: on rank 0, the cost model of the plan, if there is one;
-    without it ranks are only compared with each other."""
+    without it ranks are only compared with each other, if they have about equal shares."""
 
     def __init__(self, context: RankContext, plan: Plan, model: Model | None) -> None:
         global _watches
@@ -68,7 +69,8 @@ class StepWatch:
         self._context = context
         self._placement = Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
         self._decider = None if model is None else Decider(model, context.ranks, Policy())
-        self._compared = Compared(context.ranks)
+        of_ranks = shares(plan) if model is None else None
+        self._compared = None if of_ranks is None else Compared(len(of_ranks), of_ranks)
         self._clock = _LoopClock(context.device)
         self._loss_counter = LossCounter(context.device)
         self._timer = self._timer_of(context.votes, plan)
@@ -114,11 +116,12 @@ class StepWatch:
 
     def _lines(self, measured: Measurements, steps: int) -> Sequence[str]:
         """Lines about a window of ``steps`` steps."""
-        decider, change = self._decider, None
-        findings = self._compared.window(measured, steps)
+        decider, change, findings = self._decider, None, list[Finding]()
         if decider is not None:
             change = decider.window(self._placement, measured, steps=steps, left=None)
             findings = decider.found
+        elif self._compared is not None:
+            findings = self._compared.window(measured, steps)
         lines = [f"{'over' if f.ended else 'slow'}: {f.line}" for f in findings if f.where is not None]
         return lines + ([] if change is None else [offer(change)])
 

@@ -53,8 +53,11 @@ class MemoryWatch:
         """Whether the host has as much free memory, beside the run, as an earlier plan waits for."""
         return self.awaited_bytes is not None and (free_on_host() or 0) >= self.awaited_bytes
 
-    def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
-        """Description of the shortage that raised ``error``; with None, of memory that is nearly full."""
+    def shortage(
+        self, plan: Plan, step: int, processes: tuple[int, ...] = (), *, error: BaseException | None = None
+    ) -> Shortage:  # fmt: skip
+        """Description of the shortage that raised ``error``; with None, of memory that is nearly full. ``processes``
+        run the ranks of ``plan``; by default in order."""
         requested_bytes = 0 if error is None else asked(error)
         limit = tightest(self.device, requested_bytes)
         base = 0 if limit is None else self.before.get(limit.kind, 0)
@@ -66,6 +69,7 @@ class MemoryWatch:
             used_bytes=None if limit is None else max(0, limit.used - base),
             asked_bytes=requested_bytes,
             room_bytes=None if limit is None else max(0, limit.limit - base),
+            processes=processes,
         )
 
 
@@ -78,9 +82,11 @@ class EnoughAgain(Exception):
 
 
 @contextmanager
-def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
-    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan and
-    step.
+def explained(
+    watch: MemoryWatch, where: Callable[[], tuple[Plan, int, tuple[int, ...]]], note: Path | None = None
+) -> Iterator[None]:  # fmt: skip
+    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan, the
+    step, and the processes that run its ranks.
 
     Raises:
         ExhaustedError: memory ran out on this rank; the shortage is also written to ``note``.
@@ -90,8 +96,7 @@ def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: P
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_exhaustion(error):
             raise
-        plan, step = where()
-        shortage = watch.shortage(plan, step, error)
+        shortage = watch.shortage(*where(), error=error)
         traceback.clear_frames(error.__traceback__)  # frees what the step held, because the report takes memory, too
         if note is not None:
             with contextlib.suppress(OSError):

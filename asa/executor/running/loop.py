@@ -153,11 +153,24 @@ class TrainingExecutor(PlannedExecutor):
         return self._step
 
     @property
+    def place(self) -> tuple[Plan, int, tuple[int, ...]]:
+        """The current plan, :attr:`step`, and the processes that run the plan's ranks."""
+        return self.plan, self._step, self.processes
+
+    @property
     def unused_samples(self) -> int:
         """Number of samples in the last batch of each epoch that are not used, because they are too few for all
         ranks."""
         short = self._order.samples_per_epoch % self.plan.global_batch
         return short if short and not self._worker.trainable(short) else 0
+
+    def tell_unused_samples(self, before: int = 0) -> None:
+        """Announce how many samples are not used, if they are not ``before``, as under the plan before."""
+        unused = self.unused_samples
+        if unused != before:
+            left_out = f"{unused} samples of every epoch are left out: too few for a batch on all ranks"
+            message = left_out if unused else f"the last {before} samples of every epoch are used again"
+            self._announce({"event": "note", "message": message})
 
     @property
     def steps_per_epoch(self) -> int:
@@ -443,7 +456,7 @@ class TrainingExecutor(PlannedExecutor):
             UsageError: the plan is for another model or batch, or for more ranks than there are processes.
             WorkersFailedError: a rank could not change; the current plan stays, and training can continue.
         """
-        runs = self._continues(plan, processes)
+        runs, unused = self._continues(plan, processes), self.unused_samples
         old_worker, scale, rates = self._worker, self._worker.scale, self._peaks
         try:
             self._worker, moved = self._checkpointer.move(
@@ -459,3 +472,4 @@ class TrainingExecutor(PlannedExecutor):
         del old_worker
         give_back_freed_memory()
         self._forget_peak()
+        self.tell_unused_samples(unused)

@@ -113,8 +113,8 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
     watch = MemoryWatch(votes.rank, device, votes=job.watchful, awaited_bytes=job.awaited_bytes)
     executors: list[TrainingExecutor] = []
 
-    def where() -> tuple[Plan, int]:
-        return (executors[0].plan, executors[0].step) if executors else (job.plan, 0)
+    def where() -> tuple[Plan, int, tuple[int, ...]]:
+        return executors[0].place if executors else (job.plan, 0, ())
 
     with explained(watch, where, Path(job.settings.out) / NOTE):
         return _work(job, material, votes, device, announce, watch, executors)
@@ -226,9 +226,7 @@ def _work(
         if device.type == "cuda" and material.train.images.nbytes > _RESIDENT_BYTES:
             size = material.train.images.nbytes / GIB
             say({"event": "note", "message": f"the images ({size:.1f} GiB) stay on the host, gathered a batch ahead"})
-        if executor.unused_samples:
-            message = f"{executor.unused_samples} samples of every epoch are left out: too few for a batch on all ranks"
-            say({"event": "note", "message": message})
+        executor.tell_unused_samples()
         return _to_the_end(job, executor, say, watch)
 
 
@@ -242,7 +240,7 @@ def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: Memo
         except PreemptedError as error:
             return Ending(preempted=str(error))
         except NearlyExhausted:
-            return Ending(tight=watch.shortage(executor.plan, executor.step))
+            return Ending(tight=watch.shortage(*executor.place))
         except EnoughAgain:
             return Ending(enough=True)
         except WorkersFailedError as error:

@@ -91,7 +91,7 @@ def run_with_recovery(
             ending = start(job, material)
             if ending.enough:
                 job = short.over(without_snapshots(job), log)
-                material = _newest(material, log, Path(job.settings.out))
+                material = _newest(material, log, job)
                 continue
             shortage = ending.tight
             if shortage is None:
@@ -104,7 +104,7 @@ def run_with_recovery(
             if shortage is None:
                 job = losses.next_job(job, _plan_for_all(job, log), error, log)
                 log.changed = False
-                material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
+                material = _newest(material, log, job, newest(job.snapshots, fingerprint(job.plan)))
                 continue
         progress = len(log.epochs) > epochs and checkpoint.newest_step(folder) > saved
         attempt = 1 if progress else attempt + 1
@@ -115,7 +115,7 @@ def run_with_recovery(
             raise failure
         job = _replan(without_snapshots(job), shortage, failure, attempt, log, relieve)
         job = replace(job, awaited_bytes=short.began(shortage.plan, job.plan))
-        material = _newest(material, log, Path(job.settings.out))
+        material = _newest(material, log, job)
 
 
 class _ShortOfMemory:
@@ -316,10 +316,10 @@ def shortage_event(shortage: Shortage, plan: Plan, attempt: int) -> Event:
     }
 
 
-def _newest(material: Material, log: RunLog, out: Path, snapshot_step: int = 0) -> Material:
+def _newest(material: Material, log: RunLog, job: Job, snapshot_step: int = 0) -> Material:
     """``material`` with the newest complete checkpoint, or none to start anew. ``snapshot_step`` is the step of the
-    ranks' snapshots, which are used if they are newer."""
-    folder = out / CHECKPOINTS
+    ranks' snapshots, which are used if they are newer. ``job`` goes on from there."""
+    folder = Path(job.settings.out) / CHECKPOINTS
     checkpoint.sweep(folder)
     resume = None
     if any(folder.glob("step_*")):
@@ -329,10 +329,10 @@ def _newest(material: Material, log: RunLog, out: Path, snapshot_step: int = 0) 
             log({"event": "note", "message": note})
     step, epoch = (0, 0) if resume is None else (resume[1].step, resume[1].position // len(material.train))
     log.recall(epoch)
-    message = (
-        f"continuing after step {max(step, snapshot_step)}"
-        if step or snapshot_step
-        else "starting again: nothing was saved yet"
-    )
-    log({"event": "note", "message": message})
+    step = max(step, snapshot_step)
+    message = f"continuing after step {step}" if step else "starting again: nothing was saved yet"
+    log(
+        {"event": "note", "message": message, "resumed_step": step, "plan_fingerprint": fingerprint(job.plan),
+         "ranks": job.plan.num_processes}
+    )  # fmt: skip
     return replace(material, resume=resume, run=secrets.token_hex(4))

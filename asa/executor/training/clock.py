@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -19,6 +20,11 @@ class StepTimes(NamedTuple):
     blocked: float = 0.0
     late: float = 0.0
     unsplit: float = 0.0
+
+    @property
+    def possible(self) -> bool:
+        """Whether the two times are such as a step can take: neither negative nor infinite, and numbers."""
+        return 0 <= self.data < math.inf and 0 <= self.work < math.inf
 
 
 class StepClock:

@@ -148,8 +148,11 @@ class EpochTimer:
         for i, counts in enumerate(measured):
             at = first + _PER_STEP * i
             every = [StepTimes(*rank[at : at + _PER_STEP]) for rank in figures]
-            # A synchronous step takes as long as its slowest rank.
-            pairs.append((max(t.data for t in every), max(t.work for t in every)))
+            # A synchronous step takes as long as its slowest rank, for whose data others wait while they work. Who
+            # reports what cannot be is named later.
+            possible = [t for t in every if t.possible]
+            waited = max((t.data for t in possible), default=0.0)
+            pairs.append((waited, max((t.data + t.work for t in possible), default=waited) - waited))
             (self._times if counts else self._cold).append(pairs[-1])
             for record in (window, self._ranks) if waits.on else ():
                 record.step(every, counts=counts)
@@ -172,7 +175,7 @@ class EpochTimer:
             steps=steps,
             loss=loss / max(1.0, rows),
             accuracy=hits / max(1.0, rows),
-            seconds=math.fsum(data) + math.fsum(work),
+            seconds=max(1e-9, math.fsum(data) + math.fsum(work)),
             data_wait_s=math.fsum(data),
             stopping=any(rank[3] > 0 for rank in figures),
             full=max(rank[6] for rank in figures),

@@ -4,7 +4,8 @@ Events are dicts with a key ``event``:
 
 =============  =====================================================================================================
 ``start``      run, plan and settings, data sources, steps and samples per epoch, the resumed step, torchrun line
-``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores)
+``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores); where
+               all ranks are started again, also the resumed step, the plan's fingerprint, and the number of ranks
 ``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
                data_wait_share, slowest_rank and waiting_share (largest share of a step that others wait for it; null
                if ranks are not observed), active_memory_bytes and reserved_memory_bytes (peaks of the rank that
@@ -125,6 +126,8 @@ class RunLog:
             case "start":
                 self.fingerprint, self._ranks = event["plan_fingerprint"], event["ranks"]
                 self._facts = {k: event[k] for k in ("model", "ranks", "device", "global_batch", "plan_fingerprint")}
+            case "note" if "resumed_step" in event:  # a change of plan since the start need not hold any longer
+                self.fingerprint, self._ranks = event["plan_fingerprint"], event["ranks"]
             case "replan" if event["kind"] == "memory":
                 self.shortages.append(_without(event, "event", "kind", "predicted_gain"))
                 self.fingerprint, self.changed = event["new"], False

@@ -83,7 +83,8 @@ class RankTimes:
             self._transfers.setdefault(kind, []).append((min(s for s, _ in every), max(n for _, n in every)))
 
     def timings(self) -> tuple[RankTiming, ...]:
-        """Medians over the steps, by process; zeros for an idle process. Empty without steps."""
+        """Medians over the steps, by process; zeros for an idle process; times that cannot be, as they were reported.
+        Empty without steps."""
         steps = self._counted_steps
         if not steps:
             return ()
@@ -96,13 +97,14 @@ class RankTimes:
                 continue
             step_times = [step[process] for step in steps]
             computing = [max(0.0, t.work - t.blocked) for t in step_times]
+            wrong = next((t for t in step_times if not t.possible), None)  # shown, not hidden in a median
             shares = [interval[process] for interval in self._stolen if interval[process] >= 0]
             medians.append(
                 RankTiming(
-                    own_s=median(computing),
-                    mean_own_s=fmean(computing),
+                    own_s=median(computing) if wrong is None else wrong.work,
+                    mean_own_s=fmean(computing) if wrong is None else None,
                     waiting_s=median(each[process] for each in waiting),
-                    data_wait_s=median(t.data for t in step_times),
+                    data_wait_s=median(t.data for t in step_times) if wrong is None else wrong.data,
                     stolen_share=sum(shares) / len(shares) if shares else None,
                     core=core,
                 )

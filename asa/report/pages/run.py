@@ -19,10 +19,8 @@ from asa.report.figures.drawing import Row
 from asa.report.pages import bench as page
 from asa.report.pages import plan as plan_page
 from asa.report.pages import steps
-from asa.report.text.story import PREFIX, Story
+from asa.report.text.story import CHANGES, PREFIX, Story
 from asa.report.units import percent, seconds
-
-_CHANGES = ("switch", "rollback", "memory", "enough", "lost")
 
 
 def write(
@@ -75,7 +73,7 @@ def first_sentence(story: Story) -> str:
     spent_s = sum(n * s.step_s for n, s in zip(counts, story.stretches, strict=True))
     each = f" of {seconds(spent_s / sum(counts))}" if spent_s else ""
     slow = sum(h.kind == "finding" for h in story.happenings)
-    changes = f"changed {_times(len(story.changes))}" if story.changes else "never changed"
+    changes = f"changed {_times(story.times_changed)}" if story.times_changed else "never changed"
     sentence = f"{subject}{steps} step{'s' * (steps != 1)}{each}; the plan was {changes}"
     won = [c.won_s for c in story.changes if c.won_s is not None]
     gains = [c.measured_gain for c in story.changes if c.measured_gain is not None]
@@ -115,7 +113,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
                     if not any(row[0] == "expected" for row in rows):
                         rows.append(("expected", 0, predicted_s, None))
                     rows.append(("expected", step, predicted_s, None))
-                case "replan" if event["kind"] in _CHANGES:
+                case "replan" if event["kind"] in CHANGES:
                     rows.append(("change", step, None, str(event["why"])))
                 case "finding":
                     rows.append(("finding", step, None, str(event["line"])))

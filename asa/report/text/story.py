@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from rich.console import RenderableType
@@ -24,6 +25,8 @@ class Stretch:
     step_s: float
 
 
+CHANGES = ("switch", "rollback", "memory", "enough", "lost")
+"""Kinds of events after which another plan is in force."""
 PREFIX = {"finding": "slow: ", "quick": "fast: ", "over": "over: "}
 """Beginning of the line for an event, by kind."""
 
@@ -66,7 +69,7 @@ def _finite(value: Any) -> float:
 class Happening:
     """An event after ``step`` steps, described in ``line``: a finding (``finding``, ``quick`` if all is faster than
     predicted) or its end (``over``), a decision (``switch``, ``rollback``, ``keep``, ``wait``, ``outcome``,
-    ``memory``), or another (``start``, ``note``, ``end``)."""
+    ``memory``, ``lost``), or another (``start``, ``note``, ``end``)."""
 
     step: int
     epoch: int | None
@@ -95,6 +98,13 @@ class Story:
     happenings: tuple[Happening, ...]
     changes: tuple[Worth, ...]
 
+    @property
+    def times_changed(self) -> int:
+        """How often another plan came into force, also when the run was started again."""
+        plans = [s.plan for s in self.stretches]
+        told = sum(h.kind in CHANGES for h in self.happenings)
+        return max(told, sum(a != b for a, b in pairwise(plans)))
+
 
 def story(events: Iterable[Mapping[str, Any]]) -> Story:
     """The history that the events of a log contain; anything else is skipped."""
@@ -115,13 +125,17 @@ class _Teller:
         self.changes: list[dict[str, Any]] = []
         self._first: int | None = None
         self._seconds, self._steps = 0.0, 0
+        self._goes_on: bool | None = None
+        """Whether the end of the run is still to come; None before a beginning."""
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Process one event of ``log.jsonl``."""
         match event["event"]:
             case "start":
-                self._end()
-                self.plan = str(event["plan_fingerprint"])
+                if self._goes_on:
+                    self._note({}, "end", "the run was broken off")
+                self._goes_on = True
+                self._resumed(event)
                 data = event["data"]
                 source = data[0] if isinstance(data, list | tuple) else data
                 self._note(event, "start", f"{event['model']} on {ranks(event['ranks'])}; {source}")
@@ -136,15 +150,25 @@ class _Teller:
                 self._note(event, kind_of(event), str(event["line"]))
             case "replan":
                 self._decided(event)
-            case "note":
+            case "note" | "lost" | "returned":
+                if "resumed_step" in event:
+                    self._resumed(event)
                 self._note(event, "note", str(event["message"]))
             case "end":
+                self._goes_on = False
                 self._end()
                 self._note(event, "end", f"{event['status']}, exit code {event['exit_code']}")
             case _:
                 pass
 
+    def _resumed(self, event: Mapping[str, Any]) -> None:
+        """Process a start of all ranks, under the plan and after the step that ``event`` tells."""
+        self._end()
+        self.plan, step = str(event["plan_fingerprint"]), event.get("resumed_step")
+        self.step = step if isinstance(step, int) and step > 0 else 0
+
     def _stepped(self, step: int, step_s: float) -> None:
+        self._goes_on = None if self._goes_on is None else True
         if step <= self.step:  # a run that went on from a checkpoint
             self._end()
             self.step = min(self.step, step - 1)
@@ -156,7 +180,7 @@ class _Teller:
 
     def _decided(self, event: Mapping[str, Any]) -> None:
         kind = str(event["kind"])
-        if kind in ("switch", "rollback", "memory", "enough", "lost"):
+        if kind in CHANGES:
             self._end()
             self.plan = str(event["new"])
         if kind in ("switch", "rollback"):
@@ -186,6 +210,8 @@ class _Teller:
     def finished(self) -> Story:
         """The complete history."""
         self._end()
+        if self._goes_on:
+            self._note({}, "end", "the log has no end: the run goes on, or was broken off")
         changes = []
         for change in self.changes:
             before = [s for s in self.stretches if s.last_step == change["step"]]
@@ -221,6 +247,6 @@ def render(history: Story) -> list[RenderableType]:
                 seconds(c.won_s),
             )
         parts += [line(""), result]
-    elif history.stretches:
+    elif history.stretches and not history.times_changed:
         parts.append(line("the plan was never changed"))
     return parts
