@@ -90,7 +90,7 @@ def run_with_recovery(
         try:
             ending = start(job, material)
             if ending.enough:
-                job = short.over(without_snapshots(job), log)
+                job, attempt = short.over(without_snapshots(job), log), 0
                 material = _newest(material, log, job)
                 continue
             shortage = ending.tight
