@@ -72,14 +72,14 @@ class _Taken(World):
 
 
 def _beside(
-    error: Exception | None = None, *, by: float = 4.0, kind: type[World] = _Taken, **options: Any
-) -> tuple[Any, list[_Beside], list[dict[str, Any]], Model]:
+    error: Exception | None = None, *, by: float = 4.0, **options: Any
+) -> tuple[_Taken, list[_Beside], list[dict[str, Any]], Model]:
     plain, searches, events = _model(2), list[_Beside](), list[dict[str, Any]]()
 
     def background(question: Question) -> _Beside:
         return _Beside(error or plain.answer(question), searches)
 
-    world = _world(2, _slowness(2, rank=1, by=by), kind=kind, **options)
+    world = _world(2, _slowness(2, rank=1, by=by), kind=_Taken, **options)
     world.searches = searches
     return world, searches, events, dataclasses.replace(plain, background=background)
 
@@ -109,15 +109,6 @@ def test_a_change_is_judged_by_steps_that_were_as_disturbed_as_those_after_it(mi
         assert outcome["measured_gain"] == pytest.approx(outcome["predicted_gain"], abs=0.02)
     assert len(world.moves) == 2
     assert _back(world)
-
-
-def test_a_disturbance_that_ends_during_the_search_changes_nothing() -> None:
-    world, searches, events, model = _beside(kind=World)
-    machine = world._machine
-    world._machine = lambda step: machine(0) if searches and searches[0].looks > 1 else machine(step)
-    list(adapt(world, range(8), events.append, model=model, policy=Policy(rebuild_s=0.2)))
-    assert searches
-    assert world.moves == []
 
 
 def test_a_search_beside_training_that_breaks_keeps_the_plan() -> None:

@@ -407,9 +407,6 @@ class Decider:
             option.owed += steps
             self.reason = "another plan is faster; the present one is measured first"
             return None
-        if typical(measured) <= option.ratio * step_s:  # the disturbance may have ended, during a search for instance
-            self.reason = "the steps have just been as fast as another plan promises; they are measured first"
-            return None
         cost_s = option.cost_s
         gain_s = (1 - option.ratio) * step_s
         steps, option.owed = steps + option.owed, 0
