@@ -30,7 +30,7 @@ from asa.cost.machine.estimate import estimate
 from asa.errors import InfeasibleError
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
-from asa.ir.profile import Profile
+from asa.ir.profile import Precision, Profile
 from asa.planner import Request, plan, usual_limit
 from asa.strategies import offered
 
@@ -116,7 +116,7 @@ def best_by_hand(x: Annealing) -> tuple[float, str]:
 
 
 def profile_of(spec: str, cluster: Cluster, batch: int) -> Profile:
-    """An estimate of ``spec`` on the devices of ``cluster`` in bf16, from its structure."""
+    """An estimate of ``spec`` on the devices of ``cluster``, from its structure, in bf16; in fp16 where they are older."""
     from asa.sharding.layers.structure import structure_of
     from asa.zoo.inputs import example
     from asa.zoo.models import build, default_input
@@ -125,9 +125,12 @@ def profile_of(spec: str, cluster: Cluster, batch: int) -> Profile:
     tokens = _TOKENS.get(spec.partition(":")[0])
     shape, classes = default_input(spec, (tokens,) if tokens else (3, 224, 224), None if tokens else 1000)
     make = partial(build, spec, num_classes=classes, input_shape=shape)
-    found = structure_of(partial(on_meta, make), make, example(shape), name=spec, num_classes=classes, precision="bf16")
+    precision: Precision = "bf16" if cluster.device.peak_flops("bf16") else "fp16"
+    found = structure_of(
+        partial(on_meta, make), make, example(shape), name=spec, num_classes=classes, precision=precision
+    )
     return estimate(
-        found.graph, cluster.device, model_spec=spec, model_fingerprint=found.fingerprint, precision="bf16",
+        found.graph, cluster.device, model_spec=spec, model_fingerprint=found.fingerprint, precision=precision,
         global_batch=batch, max_degree=_NODE, trained_on_one=found.trains_on_one,
     )  # fmt: skip
 
