@@ -174,7 +174,9 @@ def test_it_returns_to_its_plan_when_memory_is_there_again(tmp_path: Path, monke
     events = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]
     decided = [(e["kind"], e["new"]) for e in events if e["event"] == "replan"]
     assert decided == [("memory", fingerprint(SAME)), ("enough", fingerprint(DDP))]
-    assert "of memory are free, 1.00 GiB when that plan ran short" in replan_line(next(e for e in events if e.get("kind") == "enough"))
+    assert "of memory are free, 1.00 GiB when that plan ran short" in replan_line(
+        next(e for e in events if e.get("kind") == "enough")
+    )
     assert (result["exit_code"], result["plan_fingerprint"], len(result["shortages"])) == (0, fingerprint(DDP), 1)
     assert codec.load(Plan, out / "plan.json") == DDP
     assert [e["epoch"] for e in result["epochs"]] == [0, 1]

@@ -398,7 +398,9 @@ def test_a_change_is_judged_by_draws_of_the_factors_that_they_were_made_for() ->
     model.__dict__["step_s"] = lambda p, slowness: 1.0 if p is current else 0.5 if slowness == before else 1.2
     decider, option = Decider(model, 2, Policy()), _Option(target=other, ratio=1.2, cost_s=0.0)
     decider._answer = Answer(found=[other], placements=[current, other], draws=[(1.0, 0.5)] * 20), before
-    assert decider._confidence(current, option, now, 1.0, 100) == 0.0
+    saved_s, lost_s = decider._stakes(current, option, now, 1.0, 100)
+    assert saved_s == 0
+    assert lost_s > 0
 
 
 def test_the_line_of_an_epoch() -> None:

@@ -18,9 +18,10 @@ from asa.sharding.collectives.waits import level_of, waits
 _SIZE = {"cpu": 256, "cuda": 4096}
 _TIMES = {"cpu": 48, "cuda": 8}
 """Number of matrix products. They take tens of milliseconds, so that other programs on the core run in between."""
-_IDLE_TIMES = 3
-"""How many times as many an idle process computes while others train. A process that has just waited gets more of a
-core that it shares, so a short computation looks faster than training would be."""
+_IDLE_TIMES, _IDLE_S = 3, 0.2
+"""How often, and for how many seconds, an idle process computes at least while others train. A process that has just
+waited gets more of a core that it shares, and one that is held up for 100 ms at a time may not be in a shorter
+computation: both would look faster than training would be."""
 _MESSAGE_BYTES = MIB
 _MESSAGES = 5
 
@@ -51,18 +52,21 @@ def probe(votes: Votes, device: torch.device, idle_s: float | None = None, *, co
 
 def measure_idle(device: torch.device) -> float:
     """Seconds of the computation of a probe on an idle process, as the mean of several in a row, while others train."""
-    return _computing(device, _IDLE_TIMES) / _IDLE_TIMES
+    seconds: list[float] = []
+    while len(seconds) < _IDLE_TIMES or sum(seconds) < _IDLE_S:
+        seconds.append(_computing(device))
+    return sum(seconds) / len(seconds)
 
 
-def _computing(device: torch.device, repeats: int = 1) -> float:
-    """Seconds of ``repeats`` times a fixed number of matrix products, after one for warm-up."""
+def _computing(device: torch.device) -> float:
+    """Seconds of a fixed number of matrix products, after one for warm-up."""
     size = _SIZE[device.type]
     x = torch.full((size, size), 1 / size, device=device)
     y = torch.empty_like(x)
     torch.mm(x, x, out=y)
     _synchronise(device)
     began = time.perf_counter()
-    for _ in range(repeats * _TIMES[device.type]):
+    for _ in range(_TIMES[device.type]):
         torch.mm(x, x, out=y)
     _synchronise(device)
     return time.perf_counter() - began
