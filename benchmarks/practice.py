@@ -116,7 +116,7 @@ def best_by_hand(x: Annealing) -> tuple[float, str]:
 
 
 def profile_of(spec: str, cluster: Cluster, batch: int) -> Profile:
-    """An estimate of ``spec`` on the devices of ``cluster``, from its structure, in bf16; in fp16 where they are older."""
+    """An estimate of ``spec`` on the devices of ``cluster``, from its structure, in bf16, or in fp16 on older ones."""
     from asa.sharding.layers.structure import structure_of
     from asa.zoo.inputs import example
     from asa.zoo.models import build, default_input

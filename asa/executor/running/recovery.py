@@ -140,11 +140,12 @@ class _ShortOfMemory:
         assert self._plan is not None
         old, plan, self._plan = job.plan, self._plan, None
         self._returns += 1
+        free = f"{binary(free_on_host() or 0)} of memory are free"
         log(
             {
                 "event": "replan",
                 "kind": "enough",
-                "why": f"{binary(free_on_host() or 0)} of memory are free, {binary(self._free_bytes)} when that plan ran short",
+                "why": f"{free}, {binary(self._free_bytes)} when that plan ran short",
                 "old": fingerprint(old),
                 "new": fingerprint(plan),
                 "predicted_gain": None,
