@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.losses.program_text import becomes_a_shape, cut_by, ends_a_loop
+from asa.api.patching import replace_once
 from asa.api.tensors.numbers import refuse_by_shards
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.split.of_rank import in_parts, mark_of_rank, writes
@@ -694,10 +695,11 @@ def _skip_in_compile() -> None:
     """Make ``torch.compile``, where a program uses it, skip functions that get recorded tensors."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     wrapper: Any = getattr(module, "CatchErrorsWrapper", None)
-    if wrapper is None or hasattr(wrapper.__call__, "asa"):
-        return
-    original = wrapper.__call__
+    if wrapper is not None:
+        replace_once(wrapper, "__call__", _skipping)
 
+
+def _skipping(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, frame: Any, *rest: Any) -> Any:
         if next(watched_in(list(frame.f_locals.values())), None) is None:
             return original(self, frame, *rest)
@@ -706,8 +708,7 @@ def _skip_in_compile() -> None:
         why = "a tensor in it is written down"
         return kinds.ConvertFrameReturn(frame_exec_strategy=once, apply_to_code=False, skip_reason=why)
 
-    run.asa = True  # type: ignore[attr-defined]
-    wrapper.__call__ = run
+    return run
 
 
 def functions_followed(on: bool) -> None:

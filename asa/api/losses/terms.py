@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from asa.api.losses.tape import Watched
 from asa.api.losses.trial import Trial
 from asa.api.messages import say
+from asa.api.patching import replace_once
 from asa.api.rank_context import RankContext
 from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.api.steps.in_step import BACKWARD
@@ -364,10 +365,10 @@ def record_call(model: LearningModel) -> None:
 
 def follow_backwards() -> None:
     """Look at every loss that is differentiated from now on."""
-    original = torch.autograd.backward
-    if hasattr(original, "asa"):
-        return
+    replace_once(torch.autograd, "backward", _with_terms)
 
+
+def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if isinstance(inputs := options.get("inputs"), Sequence):
@@ -417,5 +418,4 @@ def follow_backwards() -> None:
             if called.watch is not None:
                 called.watch.stepped(full=called.full)
 
-    backward.asa = True  # type: ignore[attr-defined]
-    torch.autograd.backward = backward
+    return backward

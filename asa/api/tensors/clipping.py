@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from asa.api.patching import replace_once
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import local_tensors
@@ -83,13 +84,9 @@ def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
     if job:
         _of_jobs.add(model)
     for where, before in ((clip_grad, "_"), (nn.utils, "")):  # the names inside torch and the public ones
-        for name, replacement in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
-            original = getattr(where, name, None)
-            if original is not None and not hasattr(original, "asa"):
-                setattr(where, name, replacement(original))
-        original = getattr(where, "clip_grad_value_", None)
-        if original is not None and not hasattr(original, "asa"):
-            where.clip_grad_value_ = _clamped(original)  # type: ignore[attr-defined]
+        replace_once(where, f"{before}get_total_norm", _norm)
+        replace_once(where, f"{before}clip_grads_with_norm_", _scaled)
+        replace_once(where, "clip_grad_value_", _clamped)
 
 
 def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], model: ParallelModel) -> Tensor:
@@ -127,7 +124,6 @@ def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         return _checked(total, error_if_nonfinite, listed, of_model)
 
-    norm.asa = True  # type: ignore[attr-defined]
     return norm
 
 
@@ -142,7 +138,6 @@ def _clamped(original: Callable[..., None]) -> Callable[..., None]:
             if gradient is not None:  # elementwise, so each rank clamps its own part
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_value, clip_value)
 
-    clamped.asa = True  # type: ignore[attr-defined]
     return clamped
 
 
@@ -155,5 +150,4 @@ def _scaled(original: Callable[..., None]) -> Callable[..., None]:
         else:
             original(listed, max_norm, norm, foreach)
 
-    scaled.asa = True  # type: ignore[attr-defined]
     return scaled

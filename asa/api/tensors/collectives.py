@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from asa.api.patching import replace_once
 from asa.errors import UsageError
 from asa.sharding.split import TensorPart
 
@@ -35,12 +36,8 @@ def understood_by_torch() -> None:
     """Patch ``all_reduce`` and ``broadcast``: on a shard they have the same effect as on a whole tensor that is equal
     on all ranks. Operations that torch does not support for shards raise a UsageError."""
     for name in ("all_reduce", "broadcast"):
-        original = getattr(dist, name)
-        if not hasattr(original, "asa"):
-            setattr(dist, name, _on_whole_tensors(original))
-    rule: Any = ShardingPropagator.propagate_op_sharding_non_cached
-    if not hasattr(rule, "asa"):
-        ShardingPropagator.propagate_op_sharding_non_cached = _with_remedy(rule)  # type: ignore[method-assign]
+        replace_once(dist, name, _on_whole_tensors)
+    replace_once(ShardingPropagator, "propagate_op_sharding_non_cached", _with_remedy)
 
 
 def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +61,6 @@ def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
                 local.mul_(dist.get_world_size(arguments.get("group")))
         return _CompletedWork() if arguments.get("async_op") else None
 
-    collective.asa = True  # type: ignore[attr-defined]
     return collective
 
 
@@ -78,5 +74,4 @@ def _with_remedy(rule: Callable[..., Any]) -> Callable[..., Any]:
                 "model.state_dict(), or plan with strategies=('ddp',)"
             ) from error
 
-    propagate.asa = True  # type: ignore[attr-defined]
     return propagate
