@@ -244,20 +244,10 @@ class Tape:
         """Drop everything, and stop recording, because of ``why``."""
         self.problem = why
         for entries in (
-            self.operations,
-            self.leaves,
-            self.versions,
-            self.outputs,
-            self.values,
-            self.changed,
-            self.model_inputs,
-        ):
-            entries.clear()
-        self.tensors.clear()
-        self.positions.clear()
-        self.received.clear()
-        self.single_samples.clear()
-        self.picked.clear()
+            self.operations, self.leaves, self.versions, self.outputs, self.values, self.changed, self.model_inputs,
+            self.tensors, self.positions, self.received, self.single_samples, self.picked,
+        ):  # fmt: skip
+            entries.clear()  # type: ignore[attr-defined]
 
     def _leaf(self, leaf: Tensor) -> None:
         self.leaves.append(leaf)
