@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from math import isclose
 from typing import Any, NamedTuple
@@ -284,20 +284,23 @@ def _average_gathered(model: LearningModel, gathered: list[Any]) -> list[Any]:
     return [node.register_prehook(lambda grads: average(grads, None)) for node in gathered]
 
 
-def _calls_below(node: Any) -> set[tuple[float, int]]:
-    """Weights and rows of the calls of models from whose outputs ``node`` is computed."""
-    pending, visited, calls = [node], set[Any](), set[tuple[float, int]]()
+def _below(roots: Iterable[Any], *, stop_at_outputs: bool) -> Iterator[Any]:
+    """Autograd's nodes ``roots`` and those below them, each once, and not too many. With ``stop_at_outputs`` none below an
+    output of a model."""
+    pending, visited = [*roots], set[Any]()
     while pending and len(visited) < _MOST_NODES:
         node = pending.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
-        marked = node.metadata.get(_MARK)
-        if marked is None:
+        yield node
+        if not stop_at_outputs or _MARK not in node.metadata:
             pending.extend(following for following, _ in node.next_functions)
-        else:
-            calls.add(marked[2])
-    return calls
+
+
+def _calls_below(node: Any) -> set[tuple[float, int]]:
+    """Weights and rows of the calls of models from whose outputs ``node`` is computed."""
+    return {n.metadata[_MARK][2] for n in _below([node], stop_at_outputs=True) if _MARK in n.metadata}
 
 
 def _weight(node: Any) -> float:
@@ -331,19 +334,13 @@ def _check_no_layers(roots: list[Tensor]) -> None:
     """
     models = [m.parallel for m in watched_models() if m.parallel is not None and m.rank_context.ranks > 1]
     own = {id(p) for m in models for p in m.parameters()}
-    pending, visited = [r.grad_fn for r in roots], set[Any]()
-    while pending and len(visited) < _MOST_NODES:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
+    for node in _below((r.grad_fn for r in roots), stop_at_outputs=False):
         if id(getattr(node, "variable", None)) in own:
             raise UsageError(
                 "a loss goes through layers of the model without a call of it (modules of model.modules(), or those "
                 "it was made of), and ranks do not add up such gradients: call model(...), model.layer(...) or "
                 "model[i](...)"
             )
-        pending.extend(following for following, _ in node.next_functions)
 
 
 _last_called: list[Any] = []
