@@ -20,7 +20,7 @@ from asa.api.model.attributes import part_of
 from asa.api.model.optimizer_states import load_states, over_local_tensors
 from asa.api.model.optimizers import Rebinding
 from asa.api.model.template import ModelTemplate
-from asa.api.plans.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one
+from asa.api.plans.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one, request_of
 from asa.api.plans.planning import measured, spec_of
 from asa.api.rank_context import RankContext
 from asa.api.tensors.names import StateNames
@@ -28,13 +28,12 @@ from asa.api.tensors.views import TensorViews
 from asa.errors import AsaError, UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_optimizer_state
-from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Assignment, DataDegree, DataStrategyName, Plan, Stage, TensorDegree
-from asa.planner import Request, parse_pin, usual_limit
+from asa.planner import usual_limit
 from asa.planner import plan as solve
-from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
 if TYPE_CHECKING:
@@ -118,14 +117,8 @@ def _measure_and_plan(
     )  # fmt: skip
     links = cluster(profile)
     assert links is not None
-    strategies: Strategies = replace(offered(), offload=False, schedules={})
-    request = Request(
-        gpus=context.ranks, global_batch=options.global_batch, memory_bytes=options.memory_bytes,
-        strategies=names or tuple(DATA), pins=tuple(parse_pin(text) for text in options.pins),
-        optimizer=options.optimizer, time_limit_s=usual_limit(context.ranks), top_k=8, uneven=False,
-    )  # fmt: skip
-    plans = solve(profile, links, strategies, request)
-    for plan in plans:
+    asked = replace(options, strategies=names or tuple(DATA), pipelines=False, no_shards_because="")
+    for plan in solve(profile, links, *request_of(context.ranks, asked, usual_limit(context.ranks))):
         (only,) = plan.components
         if only.data.degree == context.ranks and not only.checkpoint:
             plan_of_model = replace(

@@ -228,7 +228,7 @@ def named_or_measured(context: RankContext, options: PlanOptions) -> Callable[[P
     return lambda profile: _links(context, options, cluster, profile)
 
 
-def _request_of(ranks: int, options: PlanOptions, limit_s: float) -> tuple[Strategies, Request]:
+def request_of(ranks: int, options: PlanOptions, limit_s: float) -> tuple[Strategies, Request]:
     """Strategies and request for the planner."""
     # The user's optimizer determines where its state is.
     strategies: Strategies = replace(offered(), offload=False)
@@ -261,7 +261,7 @@ def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, options: P
     Raises:
         InfeasibleError: no plan fits.
     """
-    plans = _runnable(solve(profile, cluster, *_request_of(ranks, options, limit_s)), options)
+    plans = _runnable(solve(profile, cluster, *request_of(ranks, options, limit_s)), options)
     if not plans:
         raise InfeasibleError("every plan that fits computes a batch in several parts")
     return plans[0]
@@ -288,7 +288,7 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, options: PlanOp
     Raises:
         InfeasibleError: no plan fits.
     """
-    strategies, request = _request_of(ranks, options, usual_limit(ranks))
+    strategies, request = request_of(ranks, options, usual_limit(ranks))
     plans = solve(profile, cluster, strategies, request)
     fitting = next((plan for plan in (_widened(p, ranks) for p in _runnable(plans, options)) if plan is not None), None)
     if fitting is not None:
