@@ -137,7 +137,6 @@ class UserExecutor(PlannedExecutor):
             raise UsageError(f"{what} runs under `asa train` only; a job takes its batches from a loader in turn")
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
-            conduct.begin()
             for note in conduct.notes():
                 say(self._context, note)
             if self._max_norm is not None and discipline is not None and not discipline.synchronous:

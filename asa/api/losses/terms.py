@@ -285,8 +285,8 @@ def _average_gathered(model: LearningModel, gathered: list[Any]) -> list[Any]:
 
 
 def _below(roots: Iterable[Any], *, stop_at_outputs: bool) -> Iterator[Any]:
-    """Autograd's nodes ``roots`` and those below them, each once, and not too many. With ``stop_at_outputs`` none below an
-    output of a model."""
+    """Autograd's nodes ``roots`` and those below them, each once, and not too many. With ``stop_at_outputs`` none
+    below an output of a model."""
     pending, visited = [*roots], set[Any]()
     while pending and len(visited) < _MOST_NODES:
         node = pending.pop()

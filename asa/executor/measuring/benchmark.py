@@ -134,8 +134,6 @@ class Entrant:
         model.train()
         optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
         conduct = conduct_of(model, optimizer, votes)
-        if conduct is not None:
-            conduct.begin()
         self.worker = Worker(
             model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
             precision=plan.precision, seed=options.seed, label_smoothing=0.0, conduct=conduct,

@@ -121,8 +121,6 @@ def _run(
         plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
     )  # fmt: skip
     conduct = conduct_of(model, optimizer, Votes()) if plan.consistency is not None else None
-    if conduct is not None:
-        conduct.begin()
     model.train()
     trace = Trace()
     for step in range(first, first + steps):

@@ -174,8 +174,6 @@ def trained_steps(
     model.context.silent = True
     optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
     conduct = conduct_of(model, optimizer, votes)
-    if conduct is not None:
-        conduct.begin()
     worker = Worker(
         model=model,
         optimizer=optimizer,

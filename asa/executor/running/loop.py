@@ -123,10 +123,8 @@ class TrainingExecutor(PlannedExecutor):
         aims = Aims.of(settings, model.plan.num_classes, model.device)
         self._schedule = aims.schedule
         conduct = conduct_of(model, optimizer, self._votes)
-        if conduct is not None:
-            conduct.begin()
-            for note in conduct.notes():
-                self._announce({"event": "note", "message": note})
+        for note in () if conduct is None else conduct.notes():
+            self._announce({"event": "note", "message": note})
         return Worker(
             model=model,
             optimizer=optimizer,
