@@ -26,7 +26,6 @@ from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.training import migration
 from asa.executor.training.checkpointer import Checkpointer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.migration import Traffic, _rounds, _split, _Transfer, move, parts_of, target_parts
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
@@ -124,8 +123,7 @@ class _Run:
         )  # fmt: skip
         return Worker(
             model=model, optimizer=build_optimizer("adamw", model.updated, lr=0.0, weight_decay=0.0),
-            scale=LossScale("fp32"), votes=self.votes, clock=StepClock(model.device), precision="fp32", seed=0,
-            label_smoothing=0.0,
+            scale=LossScale("fp32"), votes=self.votes, precision="fp32", seed=0,
         )  # fmt: skip
 
     def train(self) -> None:

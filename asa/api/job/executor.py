@@ -36,7 +36,6 @@ from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
 from asa.executor.training.precision import DTYPE, LossScale, autocast
@@ -142,9 +141,8 @@ class UserExecutor(PlannedExecutor):
             if self._max_norm is not None and discipline is not None and not discipline.synchronous:
                 say(self._context, f"max_norm clips gradients of each worker's own batch under {discipline}")
         return Worker(
-            model=model, optimizer=optimizer, scale=scale, votes=self._votes,
-            clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
-            label_smoothing=0.0, conduct=conduct,
+            model=model, optimizer=optimizer, scale=scale, votes=self._votes, precision=model.plan.precision,
+            seed=self._settings.seed, conduct=conduct,
         )  # fmt: skip
 
     @property

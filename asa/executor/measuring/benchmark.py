@@ -24,7 +24,6 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak, state_bytes
 from asa.executor.observing.warmup import warm_up
-from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
@@ -135,8 +134,8 @@ class Entrant:
         optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
         conduct = conduct_of(model, optimizer, votes)
         self.worker = Worker(
-            model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
-            precision=plan.precision, seed=options.seed, label_smoothing=0.0, conduct=conduct,
+            model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, precision=plan.precision,
+            seed=options.seed, conduct=conduct,
         )  # fmt: skip
         self.counter = LossCounter(device)
 

@@ -24,7 +24,6 @@ from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak
 from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.observing.spans import ComponentTimer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import DTYPE, LossScale
 from asa.executor.training.worker import LossCounter, Worker
@@ -171,8 +170,8 @@ def _worker(
     parallel.links = _supplied(parallel.links, plan.precision)
     optimizer = build_optimizer(plan.optimizer, parallel.updated, offloaded=parallel.offloaded)
     return Worker(
-        model=parallel, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
-        precision=plan.precision, seed=seed, label_smoothing=0.0,
+        model=parallel, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, precision=plan.precision,
+        seed=seed,
     )  # fmt: skip
 
 

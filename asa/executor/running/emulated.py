@@ -20,7 +20,6 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.running.loop import TrainingExecutor
-from asa.executor.training.clock import StepClock
 from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.nvml import Meter
@@ -69,8 +68,8 @@ def emulated_worker(
     )  # fmt: skip
     model.train()
     return Worker(
-        model=model, optimizer=emulation.optimizer_of(model), scale=LossScale("fp32"), votes=votes,
-        clock=StepClock(host), precision="fp32", seed=0, label_smoothing=0.0,
+        model=model, optimizer=emulation.optimizer_of(model), scale=LossScale("fp32"), votes=votes, precision="fp32",
+        seed=0,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
 from asa.executor.training.migration import move, parts_of, target_parts
@@ -131,7 +130,6 @@ class TrainingExecutor(PlannedExecutor):
             scale=scale,
             conduct=conduct,
             votes=self._votes,
-            clock=StepClock(model.device),
             precision=model.plan.precision,
             seed=settings.seed,
             label_smoothing=settings.label_smoothing,
