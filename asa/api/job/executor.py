@@ -183,10 +183,6 @@ class UserExecutor(PlannedExecutor):
         """Whether this rank takes part. One that takes the place of a lost rank does so after :meth:`enter`."""
         return not isinstance(self._votes, StarVotes) or self._votes.entered
 
-    def was_left_behind(self, error: WorkersFailedError) -> bool:
-        """Whether ``error`` says that the others continued without this rank, which may :meth:`enter` again."""
-        return isinstance(self._votes, StarVotes) and error.lost and error.rank == self._votes.rank
-
     def enter(self) -> bool:
         """Enter the run at the start of an epoch, in the place of a lost rank; returns False if the run is over."""
         votes, conduct = self._votes, self._worker.conduct

@@ -71,10 +71,6 @@ class AsynchronousExecutor(TrainingExecutor):
         conduct.enter()
         return True
 
-    def was_left_behind(self, error: WorkersFailedError) -> bool:
-        """Whether ``error`` says that the others continued without this rank, which may :meth:`enter` again."""
-        return error.lost and error.rank == self._votes.rank
-
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (the rest of it, after a resume inside one) and validate.
 
