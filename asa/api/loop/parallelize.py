@@ -20,7 +20,7 @@ from asa.api.loop.distributed_loader import DistributedLoader
 from asa.api.loop.process_counts import tell_of_process_counts
 from asa.api.messages import say
 from asa.api.model.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
-from asa.api.model.distributed_model import DistributedModel, check_new, local_part, local_rows
+from asa.api.model.distributed_model import DistributedModel, check_new, local_rows
 from asa.api.model.notes import check_written, differing, renormalised, trained_norms, written_by_samples
 from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over
 from asa.api.model.optimizers import elementwise as known_elementwise
@@ -45,6 +45,7 @@ from asa.launch import give_back_freed_memory, launched
 from asa.planner import parse_pin
 from asa.planner.space.baselines import check as check_strategies
 from asa.sharding.layers.batchnorm import without_torch_groups
+from asa.sharding.split.local_parts import local
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
 from asa.tracing.preserve import mark_written, written
@@ -147,7 +148,7 @@ def parallelize(
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
     batches, parameters = GlobalBatches(loader, context.votes, rows), dict(model.named_parameters())
-    graded = [n for n, p in parameters.items() if p.grad is not None and bool(local_part(p.grad).any())]
+    graded = [n for n, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())]
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if context.ranks == 1 and plan == "auto":

@@ -13,7 +13,6 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -47,6 +46,7 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.layers.batchnorm import counted, synchronised
 from asa.sharding.split import TensorPart
+from asa.sharding.split.local_parts import local
 from asa.tracing.preserve import preserved
 from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.tracer import reason_of
@@ -436,7 +436,7 @@ class DistributedModel(ModelInterface):
         assert self.parallel is not None
         meet_at("a change by which the model runs whole")
         gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
-        if self.rank_context.votes.anyone(any(bool(local_part(g).any()) for g in gradients)):
+        if self.rank_context.votes.anyone(any(bool(local(g).any()) for g in gradients)):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
@@ -762,11 +762,6 @@ def _global_hooks() -> tuple[int, int]:
     """Numbers of hooks of all modules of the process, as in :func:`_hooks_of`."""
     forward = len(module_hooks._global_forward_hooks) + len(module_hooks._global_forward_pre_hooks)
     return forward, len(module_hooks._global_backward_hooks) + len(module_hooks._global_backward_pre_hooks)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor`` that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _where(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from asa.api.patching import replace_once
 from asa.errors import UsageError
 from asa.sharding.split import TensorPart
+from asa.sharding.split.local_parts import local
 
 _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
@@ -48,7 +48,6 @@ def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor = arguments.get("tensor")
         if not isinstance(tensor, TensorPart | DTensor):
             return original(*args, **options)
-        shard = tensor.held if isinstance(tensor, TensorPart) else tensor
         op = arguments.get("op", dist.ReduceOp.SUM)
         if original.__name__ == "all_reduce" and op not in _SAME:
             if op != dist.ReduceOp.SUM:
@@ -56,9 +55,8 @@ def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"all_reduce with {op} of a tensor that ranks hold in shards; sums, means and extremes are to be "
                     "had, or plan with strategies=('ddp',)"
                 )
-            local: Tensor = shard.to_local() if isinstance(shard, DTensor) else shard
             with torch.no_grad():
-                local.mul_(dist.get_world_size(arguments.get("group")))
+                local(tensor).mul_(dist.get_world_size(arguments.get("group")))
         return _CompletedWork() if arguments.get("async_op") else None
 
     return collective

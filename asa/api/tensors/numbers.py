@@ -15,6 +15,7 @@ from asa.errors import UsageError
 from asa.sharding.gradients.sharded import place_local
 from asa.sharding.split.of_rank import followed, writes
 from asa.sharding.split.whole_views import run_whole
+from asa.sharding.split.wire import gathered
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
 _MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy")
@@ -104,7 +105,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         _replace_data(args[0], args[1])
         return args[0]
     if name in _MEANS and not torch.is_grad_enabled():  # of shards of unlike lengths torch takes the mean of means
-        args, kwargs = pytree.tree_map(_in_full, (args, kwargs))
+        args, kwargs = pytree.tree_map(gathered, (args, kwargs))
     if name in _DRAWING_ALIKE:
         like = args[0]
         with torch.no_grad():
@@ -194,10 +195,6 @@ def _runs_on_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _in_full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
     """Arguments of a function in which whole tensors, the same on all ranks, meet sharded ones: sharded alike if the
     first is sharded, otherwise whole. None if gradients go through them."""
@@ -211,7 +208,7 @@ def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) is cuts:
             return leaf
         if isinstance(leaf, DTensor):
-            return _in_full(leaf)
+            return gathered(leaf)
         like = sharded.get(leaf.shape)
         placements: Any = [Replicate()] * leaves[0].device_mesh.ndim  # type: ignore[attr-defined]
         if like is not None and not any(p.is_partial() for p in like.placements):  # a whole tensor is no sum over ranks
@@ -257,7 +254,7 @@ def _drawn_in_full(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _formatted(tensor: DTensor, spec: str) -> str:
     """``f"{p.norm():.3f}"``, which torch refuses."""
-    return format(_in_full(tensor).item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
+    return format(gathered(tensor).item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
 
 
 def _read_in_full(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from asa.errors import UsageError
 from asa.executor.model.state import LocalTensor, gather
 from asa.sharding.split import TensorPart
 from asa.sharding.split.of_rank import followed
+from asa.sharding.split.wire import gathered
 
 _views: WeakValueDictionary[int, TensorPart] = WeakValueDictionary()
 """Views of the whole, by ``id`` of the part that a rank holds (and that modules have as their parameter)."""
@@ -126,7 +127,7 @@ def _whole(p: Tensor) -> Tensor:
     if isinstance(p, TensorPart):
         item = LocalTensor("", p.held, p.parted.shard, p.parted.axis, 0)
         return gather(item, p.held).to(p.device)
-    return p.full_tensor() if isinstance(p, DTensor) else p
+    return gathered(p)
 
 
 _ORIGINAL: dict[str, Callable[..., Any]] = {}
