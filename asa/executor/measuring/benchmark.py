@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -381,7 +381,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     device = device_of_rank(options.device, rank)
     began = time.monotonic()
     train, test = (images.to(device) for images in data())
-    test = _some(test, options.evaluation_samples)
+    test = test.part(0, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
     for entrant in entrants:
@@ -412,12 +412,6 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         if entrant.worker is not None and entrant.worker.conduct is not None:
             entrant.worker.conduct.close()
     return [e.cell for e in entrants]
-
-
-def _some(images: ImageSet, count: int) -> ImageSet:
-    if len(images) <= count:
-        return images
-    return replace(images, images=images.images[:count], labels=images.labels[:count])
 
 
 def measure(

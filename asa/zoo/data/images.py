@@ -68,6 +68,10 @@ class ImageSet:
         """A copy on ``device``, where ``fetch`` then gathers and augments."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
+    def part(self, start: int, stop: int) -> ImageSet:
+        """Its samples from ``start`` to before ``stop``, not copied."""
+        return replace(self, images=self.images[start:stop], labels=self.labels[start:stop])
+
 
 def _hash(*tensors: Tensor) -> str:
     total = blake2b(digest_size=16)
