@@ -45,7 +45,7 @@ class Clock(ABC):
         """Host seconds between the calls that set consecutive marks."""
 
     def timed(self, work: Callable[[], object], times: int = 1) -> float:
-        """Device seconds of one ``work()``: the mean of ``times`` in a row, which begin when all earlier work is done."""
+        """Device seconds of ``work()``: the mean of ``times`` calls in a row, after all earlier work is done."""
         self.synchronize()
         start = self.mark()
         for _ in range(times):
