@@ -34,7 +34,7 @@ from asa.api.model.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import whole_plan
 from asa.api.plans.planned import PlanOptions, agreed_plan, checked_plan, cost_model
-from asa.api.plans.planning import check_plain, device_of, shaped, spec_of
+from asa.api.plans.planning import device_of, shaped, spec_of
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
@@ -164,7 +164,6 @@ class Job:
         read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s, max_norm=max_norm)
         if not callable(loss_fn):
             raise UsageError(f"loss_fn is a function of outputs and labels; it was of type {type(loss_fn).__name__}")
-        check_plain(model)
         check_new(model)
         if without_torch_groups(model):
             batch_norm = "exact"

@@ -25,7 +25,7 @@ from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, 
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.api.plans.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
-from asa.api.plans.planning import check_plain, device_of, one_tensor, shaped, spec_of
+from asa.api.plans.planning import device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.steps.in_step import InStep, in_step
@@ -128,7 +128,6 @@ def parallelize(
         time_limit_s=time_limit_s,
     )  # fmt: skip
     read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s)
-    check_plain(model)
     check_new(model)
     if without_torch_groups(model):
         batch_norm = "exact"

@@ -28,6 +28,7 @@ from asa.api.model.attributes import traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
 from asa.api.model.notes import drawing
 from asa.api.model.optimizers import hand_over
+from asa.api.plans.planning import check_plain
 from asa.api.rank_context import RankContext, meet_at
 from asa.api.steps.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.steps.in_step import FORWARD, OTHER_ROWS, UPDATE
@@ -63,11 +64,12 @@ def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
 
 
 def check_new(model: nn.Module) -> None:
-    """Check that ``model`` has no model that was distributed before.
+    """Check that no part of ``model`` was distributed before, before any rank waits for another.
 
     Raises:
-        UsageError: it has one.
+        UsageError: one was, by this package or by torch.
     """
+    check_plain(model)
     if any(isinstance(m, DistributedModel) and m.parallel is not None for m in model.modules()):
         raise UsageError(
             "the model is one that asa.parallelize returned: call it once for each model, and evaluate over a loader "
