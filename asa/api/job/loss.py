@@ -54,10 +54,9 @@ class JobLoss:
             self._recorded.append(pytree.tree_map(_detached, (output, labels)))
         if self._weight == "sum":
             return loss / max(1, self.rows)
-        denominator = _denominator(loss) if self._weight is None else float(self._weight(labels))
-        if self._weight is None and denominator is None:
+        denominator = self._denominator(loss, labels)
+        if denominator is None:
             return loss
-        assert denominator is not None
         if self._counting is False:
             if denominator != self.rows and not self._warned:
                 self._warned = True
@@ -72,6 +71,10 @@ class JobLoss:
             return torch.nan_to_num(loss) * 0.0
         return loss if denominator == self.rows else loss * (denominator / max(1, self.rows))
 
+    def _denominator(self, loss: Tensor, labels: Any) -> float | None:
+        """What a mean ``loss`` was divided by; None for its number of samples."""
+        return float(self._weight(labels)) if callable(self._weight) else _of_cross_entropy(loss)
+
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
         """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
         with torch.enable_grad():  # autograd's node of a cross-entropy contains its denominator
@@ -81,7 +84,7 @@ class JobLoss:
             loss = self._loss_fn(output, labels)
         if self._weight == "sum":
             return float(loss.detach()), float(rows)
-        denominator = _denominator(loss) if self._weight is None else float(self._weight(labels))
+        denominator = self._denominator(loss, labels)
         weight = float(rows) if denominator is None else denominator
         return (float(loss.detach()) * weight if weight else 0.0), weight
 
@@ -210,12 +213,8 @@ class JobLoss:
                 t.requires_grad_()
             with torch.enable_grad():
                 loss = loss_fn(output, labels)
-                divided = _denominator(loss) if self._weight is None else None
+                divided = 1.0 if self._weight == "sum" else self._denominator(loss, labels)
                 slopes = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else ()
-            if self._weight == "sum":
-                divided = 1.0
-            elif self._weight is not None:
-                divided = float(self._weight(labels))
             rows = float(len(outputs[0])) if outputs and outputs[0].dim() else 1.0
             gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(outputs, slopes, strict=False)]
             return loss, gradients, rows if divided is None else divided
@@ -257,7 +256,7 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _denominator(loss: Tensor) -> float | None:
+def _of_cross_entropy(loss: Tensor) -> float | None:
     """Denominator of a loss that is a mean cross-entropy and nothing else; None for other losses."""
     node: Any = loss.grad_fn
     if node is None or not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
