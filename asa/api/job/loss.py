@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from asa.api.losses.tape import MOST_BYTES
+from asa.api.losses.terms import denominator_of, is_mean_cross_entropy
 from asa.api.losses.trial import tolerance
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
 from asa.errors import UsageError, WorkersFailedError
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
-_MEAN = 1
 _EPOCHS, _STEPS = 3, 3
 """Number of epochs, and of first steps in each, in which the loss of the whole batch is computed for comparison. On a
 single batch the two losses may agree by chance."""
@@ -258,7 +258,4 @@ def _detached(leaf: Any) -> Any:
 
 def _of_cross_entropy(loss: Tensor) -> float | None:
     """Denominator of a loss that is a mean cross-entropy and nothing else; None for other losses."""
-    node: Any = loss.grad_fn
-    if node is None or not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
-        return None
-    return float(node._saved_total_weight)
+    return denominator_of(loss.grad_fn) if loss.grad_fn is not None and is_mean_cross_entropy(loss.grad_fn) else None

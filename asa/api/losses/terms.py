@@ -72,7 +72,7 @@ class Terms:
             odd = len(nodes) > 0 and any(_differs_from_rows(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
         if not self._counting:
-            if not self._warned and any(_weight(n) != n._saved_target.numel() for n in nodes):
+            if not self._warned and any(denominator_of(n) != n._saved_target.numel() for n in nodes):
                 self._warned = True
                 warnings.warn(
                     "targets are ignored by the loss for the first time now: from here on a rank's mean counts by its "
@@ -85,7 +85,7 @@ class Terms:
         weights[0] = float(len(nodes))
         of_calls = [weight if (call := node.metadata.get(_OF_CALL)) is None else call[0] for node in nodes]
         for i, node in enumerate(nodes[:_MOST_TERMS]):
-            weights[1 + i] = _weight(node) if of_calls[i] else 0.0
+            weights[1 + i] = denominator_of(node) if of_calls[i] else 0.0
         by_rank = self._votes.gather(weights)
         # A rank without counted samples may have computed something else, such as 0 * outputs.
         if len({f[0] for f in by_rank if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
@@ -135,7 +135,8 @@ _GATHERED = "_ToTorchTensorBackward"
 
 def _smoothing(node: Any) -> list[Any]:
     """The division nodes that label smoothing adds to a cross-entropy; they have the same denominator."""
-    return [n for n in node.metadata.get(_RELATED, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
+    divided_by, related = denominator_of(node), node.metadata.get(_RELATED, ())
+    return [n for n in related if isclose(float(n._saved_other), divided_by, rel_tol=1e-5)]
 
 
 def _smoothed(node: Any) -> Any:
@@ -193,7 +194,7 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
             if not marked[1]:
                 continue
         names.append(node.name())
-        if names[-1] in _MEANS and node._saved_reduction == _MEAN:
+        if is_mean_cross_entropy(node):
             terms.append(node)
             node.metadata[_OF_CALL] = call
         elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
@@ -303,14 +304,19 @@ def _calls_below(node: Any) -> set[tuple[float, int]]:
     return {n.metadata[_MARK][2] for n in _below([node], stop_at_outputs=True) if _MARK in n.metadata}
 
 
-def _weight(node: Any) -> float:
-    """Denominator of the mean."""
+def is_mean_cross_entropy(node: Any) -> bool:
+    """Whether autograd's ``node`` is that of a cross-entropy that divides by the weight of its targets."""
+    return bool(node.name() in _MEANS and node._saved_reduction == _MEAN)
+
+
+def denominator_of(node: Any) -> float:
+    """What a mean cross-entropy divides by, according to its ``node``."""
     return float(node._saved_total_weight)
 
 
 def _differs_from_rows(node: Any, rows: int) -> bool:
     targets = node._saved_target
-    return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
+    return node._saved_weight is not None or targets.numel() != rows or denominator_of(node) != targets.numel()
 
 
 def _other_batches(model: LearningModel) -> None:
