@@ -19,7 +19,6 @@ from asa.api.messages import say
 from asa.api.model.attributes import part_of
 from asa.api.model.optimizer_states import load_states, over_local_tensors
 from asa.api.model.optimizers import Rebinding
-from asa.api.model.template import ModelTemplate
 from asa.api.plans.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one, request_of
 from asa.api.plans.planning import measured, spec_of
 from asa.api.rank_context import RankContext
@@ -35,6 +34,7 @@ from asa.ir.plan import Assignment, DataDegree, DataStrategyName, Plan, Stage, T
 from asa.planner import usual_limit
 from asa.planner import plan as solve
 from asa.tracing import TracedModel, called
+from asa.tracing.preserve import with_parameters
 
 if TYPE_CHECKING:
     from asa.api.model.distributed_model import DistributedModel
@@ -166,6 +166,21 @@ def _stored_plan(context: RankContext, traced: TracedModel, call: Call | None, o
         context, options, whole=traced.model_fingerprint, call=inputs, names=sorted(call.options),
         parts=not options.no_shards_because,
     )  # fmt: skip
+
+
+class ModelTemplate:
+    """A model without its weights, as a template for complete ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, _ = with_parameters(model, [model], lambda p: p.detach().to("meta"))
+
+    def copy(self) -> nn.Module:
+        """A model with small random weights (a trace compares outputs, which must not all be equal)."""
+        generator = torch.Generator().manual_seed(0)
+        model, _ = with_parameters(
+            self._model, [self._model], lambda p: torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype)
+        )
+        return model
 
 
 def spare_of(model: nn.Module) -> ModelTemplate | None:
