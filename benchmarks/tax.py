@@ -319,7 +319,7 @@ def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
     def turn(name: str) -> float:
         number = numbers[name]
         numbers[name] += 1
-        indices = order.batch(0, number % order.steps(0))
+        indices = order.batch(0, number % order.steps_per_epoch)
         votes.gather([0.0])
         start = time.perf_counter()
         entrants[name](indices, number)

@@ -142,7 +142,7 @@ class Entrant:
     def turn(self, images: ImageSet, order: GlobalOrder, steps: int) -> list[tuple[float, float]]:
         """Train ``steps`` steps. Returns (data, step) seconds of each on this rank."""
         for _ in range(steps):
-            per_epoch = order.steps(0)
+            per_epoch = order.steps_per_epoch
             epoch, at = divmod(self.step, per_epoch)
             if self.worker is not None:
                 if self.rate is not None:
@@ -317,7 +317,7 @@ def _schedule(
     silent = int(votes.tell(min(_SILENT_STEPS, max(
         _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(step_s), 1e-9))
     ))))  # fmt: skip
-    per_epoch, per_turn, first = order.steps(0), options.steps_per_turn, entrants[0].step
+    per_epoch, per_turn, first = order.steps_per_epoch, options.steps_per_turn, entrants[0].step
     validations = options.evaluations if options.epochs is None else options.epochs
     validating = validations * 0.5 * options.evaluation_samples / entrants[0].plan.global_batch
     stretch_s = min(_STRETCH_S, _STRETCH_SHARE * options.budget_s / len(entrants))
@@ -367,7 +367,7 @@ def _train_in_turns(
             if any(before < mark <= entrant.step for mark in schedule.marks):
                 # Steps of the warm-up trained, too.
                 trained_s = spent[index] * entrant.step / (entrant.step - schedule.first)
-                point = _evaluate(entrant, test, votes, trained_s, entrant.step / order.steps(0))
+                point = _evaluate(entrant, test, votes, trained_s, entrant.step / order.steps_per_epoch)
                 entrant.cell.accuracy.append(point)
         for index, seconds in paired.items():
             entrants[index].cell.turns.append(seconds)
@@ -387,7 +387,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     for entrant in entrants:
         entrant.cell.samples_per_epoch = len(train)
         if options.epochs is not None:
-            entrant.rate = _rates(plans[0], options, options.epochs * order.steps(0))
+            entrant.rate = _rates(plans[0], options, options.epochs * order.steps_per_epoch)
     step_s = [0.0] * len(entrants)
 
     def every() -> float:

@@ -160,7 +160,7 @@ class TrainingExecutor(PlannedExecutor):
         """Optimizer steps in a whole epoch."""
         if self._steps is not None:  # needed in every step
             return self._steps
-        steps = self._order.steps(0) - (1 if self.unused_samples else 0)
+        steps = self._order.steps_per_epoch - (1 if self.unused_samples else 0)
         if steps == 0:
             raise UsageError(
                 f"a global batch of {self.plan.global_batch} is larger than the {len(self._train)} training images, "
