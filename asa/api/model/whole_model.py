@@ -30,7 +30,7 @@ from asa.executor.model.state import full_optimizer_state
 from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.plan import Assignment, DataDegree, DataStrategyName, Plan, Stage, TensorDegree
+from asa.ir.plan import UNSPLIT, Assignment, DataDegree, DataStrategyName, Plan, Stage
 from asa.planner import usual_limit
 from asa.planner import plan as solve
 from asa.tracing import TracedModel, called
@@ -146,10 +146,8 @@ def by_hand(
     full = state > _FULL * room
     name = next(iter(names or (("fsdp",) if full else ("ddp",))))
     base = plan_of_one(model, traced, options)
-    only = Assignment(
-        name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=context.ranks),
-        tensor=TensorDegree(strategy="none", degree=1),
-    )  # fmt: skip
+    data = DataDegree(strategy=DATA[name], degree=context.ranks)
+    only = Assignment(name="model", stage=0, data=data, tensor=UNSPLIT)
     memory = base.prediction.memory_bytes_per_rank * context.ranks
     return replace(
         base, strategy=name, gpus=context.ranks, components=(only,), stages=(Stage(ranks=tuple(range(context.ranks))),),

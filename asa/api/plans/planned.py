@@ -34,7 +34,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.consistency import is_discipline, parse
 from asa.ir.measurements import Measurements
-from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
+from asa.ir.plan import ONE_COPY, UNSPLIT, Assignment, Certificate, OptimizerName, Plan, Prediction, Stage
 from asa.ir.profile import Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
@@ -429,15 +429,7 @@ def usual_cache() -> Path:
 
 def plan_of_one(model: nn.Module, traced: TracedModel, options: PlanOptions) -> Plan:
     """The plan for one rank of a model called as a whole. There is no choice, so nothing is measured."""
-    components = tuple(
-        Assignment(
-            name=c.name,
-            stage=0,
-            data=DataDegree(strategy="replicate", degree=1),
-            tensor=TensorDegree(strategy="none", degree=1),
-        )
-        for c in traced.components
-    )
+    components = tuple(Assignment(name=c.name, stage=0, data=ONE_COPY, tensor=UNSPLIT) for c in traced.components)
     return Plan(
         model_spec=spec_of(model), model_fingerprint=traced.model_fingerprint, profile_fingerprint="0" * 16,
         cluster="alone", cluster_fingerprint="0" * 16, input_shape=(1,),

@@ -41,7 +41,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.consistency import CHANGES
 from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.layout import bounds
-from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
+from asa.ir.plan import ONE_COPY, UNSPLIT, Plan, Stage
 from asa.launch import run_ranks
 from asa.tracing import TracedModel
 from asa.zoo.inputs import example, of_tokens, random
@@ -72,15 +72,7 @@ def on_one_device(plan: Plan, samples: int | None = None) -> Plan:
     ``samples`` is the number of samples of the batch, if it may be too small for all of the plan's microbatches.
     """
     components = tuple(
-        replace(
-            c,
-            stage=0,
-            data=DataDegree(strategy="replicate", degree=1),
-            tensor=TensorDegree(strategy="none", degree=1),
-            checkpoint=False,
-            offload=False,
-        )
-        for c in plan.components
+        replace(c, stage=0, data=ONE_COPY, tensor=UNSPLIT, checkpoint=False, offload=False) for c in plan.components
     )
     microbatches = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
     return replace(
