@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from asa.errors import WorkersFailedError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.training import migration
@@ -132,7 +132,7 @@ class _Run:
         inputs = torch.randn(BATCH, *INPUT, generator=generator, dtype=torch.float64)
         labels = torch.randint(10, (BATCH,), generator=generator)
         self.worker.model.zero_grad()
-        forward_backward(
+        played(
             self.worker.model, torch.arange(BATCH), self.step, inputs.__getitem__, labels.__getitem__,
             loss_fn=nn.functional.cross_entropy,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from asa.executor.consistency import conduct_of
 from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of
+from asa.executor.model.step import microbatch_rows, microbatches_of, played
 from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
@@ -292,7 +292,7 @@ class UserExecutor(PlannedExecutor):
         counted.begin()
         model.zero_grad()
         with nullcontext() if worker.conduct is None else model.no_sync():
-            loss = forward_backward(
+            loss = played(
                 model,
                 torch.arange(share.total),
                 self._step,
@@ -300,7 +300,7 @@ class UserExecutor(PlannedExecutor):
                 labels_of,
                 loss_fn=lambda output, target: scale.scaled(counted(output, target, counts)),
                 precision=lambda: autocast(worker.precision, model.device),
-            )
+            ).loss
         factor = counted.factor(share.total)
         if factor != 1:
             loss = loss * factor
