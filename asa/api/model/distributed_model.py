@@ -195,7 +195,7 @@ class DistributedModel(ModelInterface):
             )
         if parallel is not None and parallel.called:
             return self.call(None, args, options)
-        if self.views is not None and any(self.views.splits) and any(_views_in(self.parts)):
+        if self.views is not None and any(self.views.splits) and any(isinstance(p, TensorPart) for p in self.parts.parameters()):
             raise UsageError(
                 "torch.func.functional_call hands the model whole parameters, and ranks compute with parts of them: "
                 "plan with strategies=('ddp',), or call a plain copy (copy.deepcopy(model))"
@@ -747,11 +747,6 @@ class Uneven(AsaError):
 def _in_backward() -> bool:
     """Whether this thread runs a backward."""
     return int(torch._C._current_graph_task_id()) != -1  # type: ignore[attr-defined]
-
-
-def _views_in(parts: nn.Module) -> Iterator[bool]:
-    """Whether each parameter of ``parts`` is what a program sees of it, in place of the rank's part."""
-    return (isinstance(p, TensorPart) for p in parts.parameters())
 
 
 def _hooks_of(module: nn.Module) -> tuple[int, int]:
