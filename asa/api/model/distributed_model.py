@@ -195,7 +195,8 @@ class DistributedModel(ModelInterface):
             )
         if parallel is not None and parallel.called:
             return self.call(None, args, options)
-        if self.views is not None and any(self.views.splits) and any(isinstance(p, TensorPart) for p in self.parts.parameters()):
+        splits = self.views is not None and any(self.views.splits)
+        if splits and any(isinstance(p, TensorPart) for p in self.parts.parameters()):
             raise UsageError(
                 "torch.func.functional_call hands the model whole parameters, and ranks compute with parts of them: "
                 "plan with strategies=('ddp',), or call a plain copy (copy.deepcopy(model))"
