@@ -76,6 +76,23 @@ def with_parameters(
     return copy.deepcopy(value, {**memo, **new}), new
 
 
+def with_tensors(
+    value: T, tensors: Iterable[Tensor], make: Callable[[Tensor], Tensor], memo: dict[int, Any] | None = None
+) -> T:
+    """A deep copy of ``value`` with ``make(t)`` in place of each of its ``tensors``; ``memo`` has what replaces others.
+    Raises whatever a module raises when it is copied."""
+    memo = {} if memo is None else memo
+    for t in tensors:
+        made = make(t)
+        memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    return copy.deepcopy(value, memo)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor like ``tensor`` on the meta device, without values."""
+    return torch.empty_like(tensor, device="meta")
+
+
 def _refuse_scripted(model: nn.Module) -> None:
     """Refuse TorchScript modules. Python cannot replace their parameters, so they can be neither restored nor sharded.
 
