@@ -20,15 +20,16 @@ from asa.api.steps.orders import Orders, own_state, put_back, samplers, sharing_
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
+from asa.tracing.preserve import foreign_random
 from asa.tracing.records import understood
 from asa.tracing.tracer import reason_of
 
 _COMPARED_ELEMENTS = 4096
 """Number of elements of each tensor by which batches are compared."""
 _COMPARED_SAMPLES = 8
+"""Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 _READ_BATCHES = 4096
 """Number of batches of a sampler that are looked at for the size of the largest."""
-"""Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 
 Rows = Callable[[int], list[int]]
 """Function from the number of samples in a batch to the rows that this rank loads."""
@@ -81,7 +82,7 @@ def rows_made(batch: Any, samples: int) -> int:
     Raises:
         UsageError: neither.
     """
-    found = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    found = set(_rows_in(batch))
     if samples in found:
         return samples
     if len(found) == 1 and 0 < (rows := found.pop()) < samples:
@@ -146,22 +147,15 @@ def fingerprints(batch: Any) -> tuple[float, float]:
 @contextmanager
 def restored_afterwards(loader: Any) -> Iterator[None]:
     """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
-    import random
-
-    import numpy
-
     dataset = getattr(loader, "dataset", None)
     states = [kept for holder in (*samplers(loader).values(), dataset) for kept in own_state(holder)]
     if isinstance(generator := getattr(loader, "generator", None), torch.Generator):
         states.append((generator.set_state, generator.get_state()))
-    python, arrays = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), foreign_random():
             yield
     finally:
         put_back(states)
-        random.setstate(python)
-        numpy.random.set_state(arrays)
         if isinstance(loader, DataLoader) and loader.persistent_workers:
             loader._iterator = None
 
