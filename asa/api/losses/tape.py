@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from asa.api.losses.program_text import becomes_a_shape, cut_by, ends_a_loop
 from asa.api.patching import replace_once
-from asa.api.tensors.numbers import refuse_by_shards
+from asa.api.tensors.numbers import refuse_by_shards, run_plain
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.split.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
@@ -479,7 +479,7 @@ class Watched(Tensor):
             ):
                 result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
             else:
-                result = _run_plain(func, args, options)
+                result = run_plain(func, args, options)
         except AsaError:
             raise
         except Exception as error:  # torch may raise anything on few samples
@@ -669,11 +669,6 @@ def _is_computed(result: Any, args: Any) -> bool:
     return isinstance(result, Tensor) and result.requires_grad == args[0].requires_grad
 
 
-def _run_plain(func: Any, args: Any, options: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **options)
-
-
 def watched_in(values: Any) -> Iterator[Watched]:
     """The tensors in ``values`` whose operations are recorded."""
     for leaf in pytree.tree_leaves(values):
@@ -718,7 +713,7 @@ def functions_followed(on: bool) -> None:
         tape = next((t.tape for t in watched_in((args, options))), None)
         if tape is None:
             return run(*args, **options)
-        result = _run_plain(run, args, options)
+        result = run_plain(run, args, options)
         return result if tape.problem else tape.note(run, args, options, result)
 
     wrapped: Any = classmethod(apply)

@@ -122,7 +122,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in _BY_PLACE:
             return run_whole(func, name, args, options, DTensor, _full_copy, _put)
     try:
-        result = _unwrapped(func, args, options)
+        result = run_plain(func, args, options)
         if name in _VIEWING and not _learns(args, options) and isinstance(first, DTensor):
             memory = _memory(first)
             if any(_memory(leaf) != memory for leaf in pytree.tree_leaves(result) if isinstance(leaf, DTensor)):
@@ -143,7 +143,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
                 "p.full_tensor(), or plan with strategies=('ddp',)"
             ) from failed
         try:
-            return _unwrapped(func, *alike)
+            return run_plain(func, *alike)
         except (RuntimeError, AssertionError) as error:
             failed = error
     if "harding propagation failed" not in str(failed) and not _runs_on_whole(func, args, options):
@@ -166,7 +166,8 @@ def _memory(tensor: DTensor) -> int:
     return tensor._local_tensor.untyped_storage().data_ptr()
 
 
-def _unwrapped(func: Any, args: Any, options: dict[str, Any]) -> Any:
+def run_plain(func: Any, args: Any, options: dict[str, Any]) -> Any:
+    """The result of ``func``, by which no subclass of tensors is asked."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **options)
 
