@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from asa.instruments.execution import begin_step
 from asa.ir.profile import Precision
 from asa.profiler.clock import Clock
+from asa.tracing.whole import tensors_of
 
 AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -155,7 +155,7 @@ def whole_step(model: nn.Module, x: Tensor, clock: Clock, device: torch.device, 
     clock.synchronize()
     start = clock.mark()
     with autocast(device, precision):
-        outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor) and t.requires_grad]
+        outputs = [t for t in tensors_of(model(x)) if t.requires_grad]
     middle = clock.mark()
     gradients = synthetic_gradients(outputs, len(x))
     resumed = clock.mark()

@@ -18,6 +18,7 @@ from asa.api.losses.trial import tolerance
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
 from asa.errors import UsageError, WorkersFailedError
+from asa.tracing.whole import tensors_of
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _EPOCHS, _STEPS = 3, 3
@@ -78,8 +79,8 @@ class JobLoss:
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
         """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
         with torch.enable_grad():  # autograd's node of a cross-entropy contains its denominator
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
+            for leaf in tensors_of(output):
+                if leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
                     leaf.requires_grad_()
             loss = self._loss_fn(output, labels)
         if self._weight == "sum":
@@ -208,7 +209,7 @@ class JobLoss:
             output, labels = pytree.tree_unflatten(
                 [next(values) if isinstance(v, Tensor) else v for v in like], structure
             )
-            outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+            outputs = [t for t in tensors_of(output) if t.is_floating_point()]
             for t in outputs:
                 t.requires_grad_()
             with torch.enable_grad():

@@ -22,6 +22,7 @@ from asa.api.tensors.numbers import refuse_by_shards, run_plain
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.split.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
+from asa.tracing.whole import tensors_of
 
 MOST_BYTES = 1 << 28
 """Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of the results on
@@ -209,7 +210,7 @@ class Tape:
     def note(self, function: Callable[..., Any], args: Any, options: Any, result: Any) -> Any:
         """Record one operation."""
         spec = pytree.tree_map(self._reference, (args, options))
-        inputs = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        inputs = tensors_of((args, options))
         if not torch.is_grad_enabled() and any(leaf.requires_grad for leaf in inputs):
             function = torch.no_grad()(function)
 
@@ -512,7 +513,7 @@ class Watched(Tensor):
         splits_samples = _sample_by_sample(func, args, tape.rows, result)
         if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
             tape.problem = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        if not tensors_of(result):
             return result
         if func == _DATA:
             func = Tensor.detach

@@ -21,6 +21,7 @@ from asa.errors import UsageError
 from asa.ir.plan import Plan
 from asa.tracing.preserve import preserved
 from asa.tracing.records import numbers_in, understood
+from asa.tracing.whole import tensors_of
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS, FOLLOWS = -1.0, -2.0
@@ -92,7 +93,7 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
                 output = _run(model, call, samples, slice(0, count), device)
         except Exception:  # any error of the model on so few samples
             return False
-        outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        outputs = [t for t in tensors_of(output) if t.is_floating_point()]
         return all(bool(t.isfinite().all()) for t in outputs)
 
     if runs(1):

@@ -51,6 +51,7 @@ from asa.sharding.split.local_parts import local
 from asa.tracing.preserve import preserved
 from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.tracer import reason_of
+from asa.tracing.whole import tensors_of
 
 
 def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
@@ -392,7 +393,7 @@ class DistributedModel(ModelInterface):
         tried: the result is whether an earlier call had more samples than this rank has now."""
         rows, total = len(share.rows), share.total
         if not self._computes_alone:
-            whole = any(t.shape[:1] == (total,) for t in pytree.tree_leaves((args, options)) if isinstance(t, Tensor))
+            whole = any(t.shape[:1] == (total,) for t in tensors_of((args, options)))
             return self.most > rows or whole
 
         def more(leaf: Any) -> Any:
@@ -549,7 +550,7 @@ class DistributedModel(ModelInterface):
         """A number for the last sample of a call with more samples than this rank has of the batch; otherwise 0."""
         if self.share is None or not self.training or rows <= len(self.share.rows) or self._said_of_added:
             return 0.0
-        leaf = next((t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.shape[:1] == (rows,)), None)
+        leaf = next((t for t in tensors_of(inputs) if t.shape[:1] == (rows,)), None)
         return 0.0 if leaf is None else fingerprints(leaf[-1:].detach().as_subclass(Tensor))[0]
 
     def _say_of_added_samples(self, rows: int) -> None:
@@ -570,12 +571,12 @@ class DistributedModel(ModelInterface):
     def _from_loader(self, inputs: Any) -> bool:
         """Whether the inputs of the model are unchanged tensors of the loader."""
         yielded = self.__dict__.get("yielded", ())
-        return any(isinstance(t, Tensor) and _where(t) in yielded for t in pytree.tree_leaves(inputs))
+        return any(_where(t) in yielded for t in tensors_of(inputs))
 
     def yields(self, batch: Any) -> None:
         """Record the batch that the loop receives."""
         self.__dict__["calls_of_batch"] = []
-        self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
+        self.__dict__["yielded"] = {_where(t) for t in tensors_of(batch) if t.dim()}
 
     def _warn_of_parts(self, rows: int, share_rows: int) -> None:
         """Warn once that a piece of a rank's samples does not correspond to a piece on one device."""
@@ -603,7 +604,7 @@ class DistributedModel(ModelInterface):
         """
         if self._independent or self.parallel is None or not batches.collates_locally:
             return
-        shapes = [tuple(t.shape[1:]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+        shapes = [tuple(t.shape[1:]) for t in tensors_of(batch)]
         checksums = self.rank_context.votes.gather([float(zlib.crc32(repr(shapes).encode()))])
         if len({f[0] for f in checksums}) > 1:
             raise UsageError(

@@ -16,6 +16,7 @@ from asa.sharding.gradients.sharded import place_local
 from asa.sharding.split.of_rank import followed, writes
 from asa.sharding.split.whole_views import run_whole
 from asa.sharding.split.wire import gathered
+from asa.tracing.whole import tensors_of
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
 _MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy")
@@ -157,9 +158,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _learns(args: Any, options: dict[str, Any]) -> bool:
-    leaves = pytree.tree_leaves((args, options)) if torch.is_grad_enabled() else ()
     with torch._C.DisableTorchFunctionSubclass():
-        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of((args, options)))
 
 
 def _memory(tensor: DTensor) -> int:
@@ -199,7 +199,7 @@ def _runs_on_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
     """Arguments of a function in which whole tensors, the same on all ranks, meet sharded ones: sharded alike if the
     first is sharded, otherwise whole. None if gradients go through them."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = tensors_of((args, kwargs))
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         return None
     sharded = {leaf.shape: leaf for leaf in leaves if isinstance(leaf, DTensor)}
