@@ -21,10 +21,6 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 T = TypeVar("T")
 
 
-def _shallow(module: nn.Module) -> dict[str, Any]:
-    return {k: dict(v) if k in _REGISTRIES else v for k, v in module.__dict__.items()}
-
-
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Names in ``module.__dict__`` (registries included) whose objects differ from ``before``."""
     names = []
@@ -52,7 +48,7 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """A snapshot for :func:`changed_attributes` and :func:`restore_attributes`."""
-    return _shallow(module)
+    return {k: dict(v) if k in _REGISTRIES else v for k, v in module.__dict__.items()}
 
 
 def histories(model: nn.Module) -> dict[int, Any]:
@@ -136,7 +132,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         InvalidInputError: the model contains TorchScript.
     """
     _refuse_scripted(model)
-    state = [(module, _shallow(module)) for module in model.modules()]
+    state = [(module, attributes(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     parameters = [(p, p.data, p.detach().clone()) for p in model.parameters() if getattr(p, _WRITTEN, False)]
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
