@@ -176,16 +176,10 @@ class _Outcome:
 
 
 def one_device(
-    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
+    rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: str, samples: int
 ) -> OneDevice:
     """The reference for ``plan``: its training on the one device of ``rank``. It is the same for all plans with equal
     :func:`on_one_device`."""
-    return _one_device(rank, plan, ModelCopies(plan, build), strategies, device, samples)
-
-
-def _one_device(
-    rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: str, samples: int
-) -> OneDevice:
     local_device = device_of_rank(device, rank)
     one = on_one_device(plan, samples)
 
@@ -215,7 +209,7 @@ def _measure(
     training = _training(rank, plan, copies, strategies, local_device, samples) if trained else None
     if rank:
         return None
-    one = reference or _one_device(rank, plan, copies, strategies, device, samples)
+    one = reference or one_device(rank, plan, copies, strategies, device, samples)
     return judge(_Outcome(plan64, plan32, one, training), plan, samples)
 
 
