@@ -51,11 +51,16 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return {k: dict(v) if k in _REGISTRIES else v for k, v in module.__dict__.items()}
 
 
+def with_history(model: nn.Module) -> list[Tensor]:
+    """Tensors with a gradient history among the attributes of modules, as with ``torch.nn.utils.weight_norm``."""
+    tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor))
+    return [t for t in tensors if not t.is_leaf]
+
+
 def histories(model: nn.Module) -> dict[int, Any]:
     """A memo for ``copy.deepcopy`` that replaces tensors with a gradient history by their values, because such tensors
-    cannot be copied. Modules have them for instance with ``torch.nn.utils.weight_norm``."""
-    tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
-    return {id(t): t.detach().clone() for t in tensors if not t.is_leaf}
+    cannot be copied."""
+    return {id(t): t.detach().clone() for t in with_history(model)}
 
 
 def with_parameters(
