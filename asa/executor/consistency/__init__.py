@@ -20,7 +20,7 @@ from asa.ir.consistency import Discipline
 
 
 def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct | None:
-    """The implementation of the discipline in ``model``'s plan, which has begun; None if the plan has none (collective).
+    """Implementation of the discipline in the plan of ``model``, begun; None if the plan has none (collective).
 
     Raises:
         UsageError: the discipline cannot run, or not under this plan.
