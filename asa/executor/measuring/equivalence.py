@@ -167,14 +167,6 @@ class OneDevice:
     permuted32: Trace
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    plan64: Trace
-    plan32: Trace
-    one: OneDevice
-    training: plain_training.Deviation | None = None
-
-
 def one_device(
     rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: str, samples: int
 ) -> OneDevice:
@@ -210,7 +202,7 @@ def _measure(
     if rank:
         return None
     one = reference or one_device(rank, plan, copies, strategies, device, samples)
-    return judge(_Outcome(plan64, plan32, one, training), plan, samples)
+    return judge(plan, samples, plan64, plan32, one, training)
 
 
 def _training(
@@ -244,24 +236,25 @@ def _training(
     return max((deviation, dropout), key=lambda a: a.error / a.allowed)
 
 
-def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
+def judge(
+    plan: Plan, samples: int, plan64: Trace, plan32: Trace, one: OneDevice, training: plain_training.Deviation | None
+) -> Equivalence:
     """Compare the runs tensor by tensor, and return the verdict."""
-    tensors, one = [], outcome.one
+    tensors = []
     for name, reference in one.one64.weights.items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
-        error, floor = (relative_error(t.weights[name], reference) for t in (outcome.plan64, one.permuted64))
+        error, floor = (relative_error(t.weights[name], reference) for t in (plan64, one.permuted64))
         floor = noise(floor)
         allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
         tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
     worst = max(tensors, key=lambda t: t.error / t.allowed)
-    losses = zip(outcome.plan64.losses, one.one64.losses, one.permuted64.losses, strict=True)
+    losses = zip(plan64.losses, one.one64.losses, one.permuted64.losses, strict=True)
     of_loss, loss_allowed = max(
         ((loss_error(a, b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * noise(loss_error(c, b)))) for a, b, c in losses),
         key=lambda loss: loss[0] / loss[1],
     )
-    error, allowed, name = _worst_gradient(outcome.plan32, one.one32, one.one64, one.permuted32)
-    training = outcome.training
+    error, allowed, name = _worst_gradient(plan32, one.one32, one.one64, one.permuted32)
     fine = all(t.error <= t.allowed for t in tensors) and of_loss <= loss_allowed and error <= allowed
     fine = fine and (training is None or training.error <= training.allowed)
     discipline = plan.consistency
@@ -285,8 +278,8 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     gradients = one.one32.gradients
     rounding = max(noise(distance(t.gradients, gradients)) for t in (one.permuted32, one.one64))
     return compressed(
-        verdict, plan.compression, weights=distance(outcome.plan64.weights, one.one64.weights),
-        gradients=distance(outcome.plan32.gradients, gradients), rounding=FLOOR_FACTOR * rounding,
+        verdict, plan.compression, weights=distance(plan64.weights, one.one64.weights),
+        gradients=distance(plan32.gradients, gradients), rounding=FLOOR_FACTOR * rounding,
     )  # fmt: skip
 
 
