@@ -19,6 +19,7 @@ from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import is_discipline, parse
 from asa.launch import cuda_devices, usable_cores
+from asa.strategies import offered
 from asa.zoo import specs
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
         InvalidInputError: files of the data set that cannot be used.
     """
     from asa.planner.space import baselines
-    from asa.strategies import offered
 
     specs.check_there(args.data)
     if args.cluster:

@@ -18,6 +18,7 @@ from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.shortage import Shortage
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,6 @@ def adapting(
     ``correct``: correct their costs during the run, to report what is slow, also without ``replan``. Corrected files
     are stored in the folder ``out``."""
     from asa.scheduler import Model, Policy, adapt
-    from asa.strategies import offered
 
     if not (replan or correct):
         return adapt, None
@@ -71,7 +71,6 @@ def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
         UsageError: the plan has a discipline that was requested by name: another plan would train differently.
     """
     from asa.scheduler.memory import Correction, plan_again
-    from asa.strategies import offered
 
     if plan.consistency is not None:
         raise UsageError(f"{plan.consistency} was asked for by name, for {plan.num_processes} ranks")
@@ -88,7 +87,6 @@ def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int
         InfeasibleError: there is none; names the limiting quantity.
     """
     from asa.scheduler.memory import among, corrected, plan_again
-    from asa.strategies import offered
 
     correction = corrected(shortage, attempt, profile, cluster, offered())
     try:

@@ -15,6 +15,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
+from asa.strategies import offered
 
 LOG = "log.jsonl"
 _MOST_LOG = 2**30
@@ -27,7 +28,6 @@ def run(args: Arguments, console: Console) -> None:
     from asa.planner.questions.explain import explain, why_not
     from asa.report.text import explain as report
     from asa.report.text.plan import headline, measured
-    from asa.strategies import offered
 
     is_run = args.plan is not None and Path(args.plan).is_dir()
     places.check_report(args.report, Path(args.plan) if is_run else None)

@@ -14,6 +14,7 @@ from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.chips import same_gpu
 from asa.ir.sealed import CheckedCell, Seal, SealedCheck, newest, read
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +95,6 @@ def matches(seal: Seal, machine: BenchEnvironment) -> bool:
 def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[CheckedCell]:
     """Measure the cells of one model and batch against each other; a failed cell has no time."""
     from asa.executor.measuring.benchmark import BenchOptions, measure
-    from asa.strategies import offered
     from asa.zoo.models import build
 
     plan = group[0].claim.plan

@@ -26,6 +26,7 @@ from asa.launch import signals
 from asa.launch.devices import check_cuda, usable_cores
 from asa.launch.environments import is_launched
 from asa.profiler.paths import slug
+from asa.strategies import offered
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -105,7 +106,6 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         from asa.cli.replanning import adapting, regroup
         from asa.executor.running.run import train
         from asa.instruments.other_load import watching
-        from asa.strategies import offered
 
     if args.compress is not None and args.compress != plan.compression:
         console.say(f"asa: gradients travel as {args.compress}, predictions are for {plan.compression}")
@@ -209,7 +209,6 @@ def save_timelines(plan: Plan, out: Path, console: Console) -> str:
         return "too few steps for a trace"
     try:
         from asa.simulator import simulate
-        from asa.strategies import offered
 
         profile, cluster = origins(plan, console)
         planned = simulate(plan, profile, cluster, offered())
