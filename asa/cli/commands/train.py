@@ -18,6 +18,7 @@ from asa.cli.console import Console, Report
 from asa.cli.ending import Terminated, left_to_ranks
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import AsaError, InvalidInputError, NoCheckpointError, PreemptedError, UnavailableError, UsageError
+from asa.executor.training.trackers import NAMES as TRACKERS
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
@@ -353,9 +354,6 @@ def saving(text: str) -> float | None:
     return None if text.strip() == "never" else o.budget(text)
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-
-
 def trackers(text: str) -> tuple[str, ...]:
     """Parse names of trackers; duplicates are removed.
 
@@ -366,7 +364,7 @@ def trackers(text: str) -> tuple[str, ...]:
     for name in chosen:
         if name not in TRACKERS:
             raise UsageError(f"no tracker {name!r}; there are {', '.join(TRACKERS)}")
-    return tuple(dict.fromkeys(chosen))
+    return chosen
 
 
 def check_trackers(chosen: tuple[str, ...]) -> None:
