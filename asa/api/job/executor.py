@@ -38,7 +38,7 @@ from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
-from asa.executor.training.precision import DTYPE, LossScale, autocast
+from asa.executor.training.precision import LossScale
 from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import VOTE_EVERY_S, StopRequest
@@ -48,6 +48,7 @@ from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
 from asa.sharding.collectives.waits import waits
 from asa.sharding.layers.batchnorm import SynchronisedBatchNorm
+from asa.tracing.autocast import LOWER, autocast
 
 _ENTRY = "entry"
 """Name of the state that a rank receives when it enters again."""
@@ -313,7 +314,7 @@ class UserExecutor(PlannedExecutor):
             kind = next(
                 (p.dtype for p in model.parameters()), torch.float32
             )  # a process without components may use any dtype
-            kind = torch.bfloat16 if worker.precision in DTYPE else kind
+            kind = torch.bfloat16 if worker.precision in LOWER else kind
             counted.checked(total, counts, kind)
         rows = share.total if self.leads else 0
         if isinstance(self._votes, StarVotes) and worker.conduct is not None:  # a lost rank counts nothing

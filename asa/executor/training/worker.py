@@ -15,10 +15,11 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock
-from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.precision import LossScale
 from asa.executor.training.prefetch import Prefetcher
 from asa.ir.profile import Precision
 from asa.launch import faults
+from asa.tracing.autocast import autocast
 from asa.zoo.data import ImageSet, fetch
 
 
