@@ -469,7 +469,7 @@ class Watched(Tensor):
         if torch._C._functorch.peek_interpreter_stack() is not None:  # what it returns may not leave it
             for each in tapes:
                 each.problem = each.problem or "torch.func computes from the batch"
-            return func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
+            return func(*pytree.tree_map(as_plain, args), **pytree.tree_map(as_plain, options))
         if func is torch.autograd.grad:
             refuse_by_shards(args, options)
         changes = bool(args) and writes(getattr(func, "__name__", ""))
@@ -478,7 +478,7 @@ class Watched(Tensor):
             if not all(issubclass(t, Watched) or t is Tensor for t in types) and not (
                 changes and isinstance(args[0], Watched)
             ):
-                result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
+                result = func(*pytree.tree_map(as_plain, args), **pytree.tree_map(as_plain, options))
             else:
                 result = run_plain(func, args, options)
         except AsaError:
@@ -640,7 +640,7 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
     inputs = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
-        return leaf if id(leaf) in inputs else _as_plain(leaf)
+        return leaf if id(leaf) in inputs else as_plain(leaf)
 
     return pytree.tree_map(plain, result)
 
@@ -661,7 +661,8 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
     return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
 
 
-def _as_plain(leaf: Any) -> Any:
+def as_plain(leaf: Any) -> Any:
+    """``leaf``, without a recording of its operations if it is a tensor."""
     return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) else leaf
 
 
