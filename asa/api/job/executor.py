@@ -26,7 +26,7 @@ from asa.api.model.optimizers import Rebinding
 from asa.api.rank_context import RankContext
 from asa.api.steps.batches import GlobalBatches, Share, moved, rows_of, samples_in
 from asa.api.tensors.clipping import clip, understood_by_torch
-from asa.errors import AsaError, PreemptedError, UsageError, WorkersFailedError
+from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
 from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import StarVotes

@@ -31,8 +31,8 @@ from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import UNSPLIT, Assignment, DataDegree, DataStrategyName, Plan, Stage
-from asa.planner import usual_limit
 from asa.planner import plan as solve
+from asa.planner import usual_limit
 from asa.tracing import TracedModel, called
 from asa.tracing.preserve import with_parameters
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from asa.errors import UsageError
