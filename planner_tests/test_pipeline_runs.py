@@ -187,7 +187,7 @@ def test_stages_and_data_parallelism_side_by_side(tmp_path: Path) -> None:
         lambda: build_zoo("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0),
         offered(),
         lambda: images,
-        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, threads=1, timeout_s=120),
+        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, timeout_s=120),
     )
     for plan, cell in zip(plans, cells, strict=True):
         assert cell.communication_s is not None

@@ -102,7 +102,7 @@ def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[Ch
     shape = plan.sample_shape
     factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=args.seed)
     data = partial(bench_setup.stand_in, shape, plan.num_classes)
-    options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed, threads=1)
+    options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed)
     plans = {s.claim.plan.conduct: s.claim.plan for s in group}
     try:
         cells = measure(list(plans.values()), factory, offered(), data, options)

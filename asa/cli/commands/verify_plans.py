@@ -110,7 +110,7 @@ def _run(
     graph = profile.graph
     shape = graph.input_shape
     factory = partial(build, profile.model_spec, num_classes=graph.num_classes, input_shape=shape, seed=0)
-    options = BenchOptions(device=cluster.device.type, budget_s=budget_s, threads=1)
+    options = BenchOptions(device=cluster.device.type, budget_s=budget_s)
     with console.progress(f"measuring {len(plans)} plans of {profile.model_spec}") as report:
 
         def on_message(_rank: int, message: Mapping[str, float]) -> None:

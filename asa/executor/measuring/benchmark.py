@@ -81,7 +81,6 @@ class BenchOptions:
     evaluation_samples: int = 256
     seed: int = 0
     lr: float | None = None
-    threads: int | None = None
     timeout_s: float = 300.0
 
 
@@ -435,7 +434,7 @@ def measure(
     backend = "nccl" if options.device == "cuda" else "gloo"
     results = run_ranks(
         ranks, _rank, list(plans), build, strategies, data, options,
-        backend=backend, threads=options.threads, timeout_s=options.timeout_s, on_message=on_message,
+        backend=backend, threads=1, timeout_s=options.timeout_s, on_message=on_message,
     )  # fmt: skip
     cells: list[Cell] = results[0]
     return cells
