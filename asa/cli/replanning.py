@@ -35,9 +35,7 @@ CORRECTED_PROFILE = "corrected.profile.json"
 CORRECTED_CLUSTER = "corrected.cluster.json"
 
 
-def adapting(
-    plan: Plan, console: Console, *, replan: bool, correct: bool = True, out: Path | None = None
-) -> tuple[Adapt, Relieve | None]:
+def adapting(plan: Plan, console: Console, *, replan: bool, correct: bool, out: Path) -> tuple[Adapt, Relieve | None]:
     """The loop over epochs, and the function that makes another plan after a shortage of memory (None without
     ``replan``). If the profile or cluster of the plan is missing, the plan never changes, and a note says so.
     ``correct``: correct their costs during the run, to report what is slow, also without ``replan``. Corrected files
@@ -58,9 +56,9 @@ def adapting(
         profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
         background=partial(BackgroundSearch, profile, cluster),
     )  # fmt: skip
-    keep = None if out is None else partial(keep_corrected, model, out)
     policy = Policy(keep_plan=not replan)
-    return partial(adapt, model=model, policy=policy, keep=keep), partial(relieve, profile, cluster) if replan else None
+    loop = partial(adapt, model=model, policy=policy, keep=partial(keep_corrected, model, out))
+    return loop, partial(relieve, profile, cluster) if replan else None
 
 
 def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
