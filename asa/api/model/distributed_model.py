@@ -79,8 +79,8 @@ def check_new(model: nn.Module) -> None:
 
 
 def distributed_models() -> list[DistributedModel]:
-    """All distributed models of this process that are in use."""
-    return list(_models)
+    """Models that several ranks share, as long as they exist."""
+    return [m for m in _models if m.parallel is not None and m.rank_context.ranks > 1]
 
 
 def _keeps_nothing_of_inference(run: Callable[..., Any]) -> Callable[..., Any]:
