@@ -237,8 +237,9 @@ def _training(
 
 
 def judge(
-    plan: Plan, samples: int, plan64: Trace, plan32: Trace, one: OneDevice, training: plain_training.Deviation | None
-) -> Equivalence:
+    plan: Plan, samples: int, plan64: Trace, plan32: Trace, one: OneDevice,
+    training: plain_training.Deviation | None = None,
+) -> Equivalence:  # fmt: skip
     """Compare the runs tensor by tensor, and return the verdict."""
     tensors = []
     for name, reference in one.one64.weights.items():
