@@ -33,7 +33,6 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
 from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
-from asa.executor.training.clock import StepClock
 from asa.executor.training.migration import move, parts_of, target_parts
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
@@ -92,7 +91,7 @@ def worker_of(plan: Plan, rank: int, votes: Votes, template: TracedTemplate | No
     )  # fmt: skip
     return Worker(
         model=model, optimizer=build_optimizer(plan.optimizer, model.updated, lr=0.0), scale=LossScale("fp32"),
-        votes=votes, clock=StepClock(model.device), precision="fp32", seed=0, label_smoothing=0.0,
+        votes=votes, precision="fp32", seed=0,
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
         number += 1
         votes.gather([0.0])
         start = time.perf_counter()
-        _step(planned, order.batch(0, number % order.steps(0)), number, on=on)
+        _step(planned, order.batch(0, number % order.steps_per_epoch), number, on=on)
         return max(v[0] for v in votes.gather([time.perf_counter() - start]))
 
     for _ in range(WARM_UP):

@@ -193,7 +193,7 @@ class Grid:
         shape = plans[0].input_shape
         factory = partial(build, model, num_classes=plans[0].num_classes, input_shape=shape, seed=0)
         data = partial(bench_setup.images, "synthetic", None, shape)
-        settings = BenchOptions(budget_s=self.group_s, evaluations=0, threads=1, least_rounds=ROUNDS)
+        settings = BenchOptions(budget_s=self.group_s, evaluations=0, least_rounds=ROUNDS)
         taken = compete(plans, factory, offered(), data, settings)
         return [
             {

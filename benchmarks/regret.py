@@ -201,7 +201,7 @@ class Bench:
         size = (shape[0], shape[1], shape[2])
         factory = partial(build, profile.model_spec, num_classes=CLASSES, input_shape=size, seed=self.seed)
         data = partial(bench_setup.stand_in, size, CLASSES)
-        settings = BenchOptions(device="cpu", budget_s=budget_s, seed=self.seed, threads=1)
+        settings = BenchOptions(device="cpu", budget_s=budget_s, seed=self.seed)
         cells, rounds, _ = contest(plans, factory, offered(), data, settings, turns)
         for i, cell in enumerate(cells):
             cell.turns = [[r[i]] for r in rounds]

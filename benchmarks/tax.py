@@ -44,7 +44,6 @@ from own_python import added_python, own_calls, thin
 
 from asa.executor.model.materialize import materialize
 from asa.executor.model.votes import Votes
-from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import LossCounter, Worker
@@ -155,7 +154,7 @@ class Planned:
         model.train()
         optimizer = build_optimizer("sgd", model.updated, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         self.worker = Worker(
-            model=model, optimizer=optimizer, scale=LossScale("fp32"), votes=votes, clock=StepClock(device),
+            model=model, optimizer=optimizer, scale=LossScale("fp32"), votes=votes,
             precision="fp32", seed=SEED, label_smoothing=0.0,
         )  # fmt: skip
         self.tally, self.images = LossCounter(device), images
@@ -320,7 +319,7 @@ def measure(rank: int, strategy: str, pairs: int, ranks: int) -> dict[str, Any]:
     def turn(name: str) -> float:
         number = numbers[name]
         numbers[name] += 1
-        indices = order.batch(0, number % order.steps(0))
+        indices = order.batch(0, number % order.steps_per_epoch)
         votes.gather([0.0])
         start = time.perf_counter()
         entrants[name](indices, number)

@@ -40,7 +40,6 @@ from asa.executor.measuring.equivalence import (
     STEPS,
     OneDevice,
     Trace,
-    _Outcome,
     _run,
     confirmed,
     default_samples,
@@ -187,7 +186,7 @@ def _on_rank(rank: int, made: Plan, factory: Any, samples: int, path: Path) -> E
     spread32 = _run(made, copies, offered(), rank, cpu, samples=samples, dtype=torch.float32, steps=1)
     if rank:
         return None
-    return judge(_Outcome(spread64, spread32, OneDevice(**_reference(path, made, factory, samples))), made, samples)
+    return judge(made, samples, spread64, spread32, OneDevice(**_reference(path, made, factory, samples)))
 
 
 def in_words(made: Plan) -> str:

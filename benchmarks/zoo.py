@@ -36,7 +36,7 @@ from asa.executor.measuring.equivalence import on_one_device
 from asa.executor.model.loss import loss_of
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_gradients
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.layout import bounds
@@ -109,7 +109,7 @@ def _gradients(
         samples = torch.cat([samples[a:b].flip(0) for a, b in parts])
     x, y = x[samples], y[samples]
     model.train()
-    forward_backward(model, samples, 0, lambda rows: x[rows], lambda rows: y[rows], loss_fn=loss_of)
+    played(model, samples, 0, lambda rows: x[rows], lambda rows: y[rows], loss_fn=loss_of)
     found = full_gradients(model)
     model.close()
     return found

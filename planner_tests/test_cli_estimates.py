@@ -119,7 +119,7 @@ def test_times_of_one_gpu_are_not_taken_for_those_of_another(traced, tmp_path, c
 
 def test_a_model_is_not_measured_here_for_another_gpu(traced, monkeypatch, capsys):
     monkeypatch.setattr(choose, "cuda_devices", lambda: 1)
-    monkeypatch.setattr(choose, "_local_device", lambda _: measured("Tesla T4").device)
+    monkeypatch.setattr(choose, "local_device", lambda _: measured("Tesla T4").device)
     assert entry.run([*PLAN, "logistic", "--gpus", "2"]) == 0
     assert traced == ["logistic"]
 

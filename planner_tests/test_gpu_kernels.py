@@ -57,7 +57,7 @@ def test_kernels_compute_what_the_cpu_does(name: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["plain", "vision_transformer"])
 def test_half_precision_is_near_the_whole_one(name: str, precision: Any) -> None:
-    from asa.executor.training.precision import autocast
+    from asa.tracing.autocast import autocast
 
     require_precision(gpu(), precision)
     x, y = torch.randn((8, *INPUT), device=gpu()), torch.arange(8, device=gpu())

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from asa.errors import WorkersFailedError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.training import migration
 from asa.executor.training.checkpointer import Checkpointer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.migration import Traffic, _rounds, _split, _Transfer, move, parts_of, target_parts
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
@@ -124,8 +123,7 @@ class _Run:
         )  # fmt: skip
         return Worker(
             model=model, optimizer=build_optimizer("adamw", model.updated, lr=0.0, weight_decay=0.0),
-            scale=LossScale("fp32"), votes=self.votes, clock=StepClock(model.device), precision="fp32", seed=0,
-            label_smoothing=0.0,
+            scale=LossScale("fp32"), votes=self.votes, precision="fp32", seed=0,
         )  # fmt: skip
 
     def train(self) -> None:
@@ -134,7 +132,7 @@ class _Run:
         inputs = torch.randn(BATCH, *INPUT, generator=generator, dtype=torch.float64)
         labels = torch.randint(10, (BATCH,), generator=generator)
         self.worker.model.zero_grad()
-        forward_backward(
+        played(
             self.worker.model, torch.arange(BATCH), self.step, inputs.__getitem__, labels.__getitem__,
             loss_fn=nn.functional.cross_entropy,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from asa.executor.measuring.equivalence import verify
 from asa.executor.model.materialize import materialize
 from asa.executor.model.offload import HostCopies, updated_in
 from asa.executor.model.state import full_optimizer_state, full_state
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.executor.running import outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
@@ -181,7 +181,7 @@ def _trained(rank: int, made: Plan, device: str = "cpu") -> tuple[dict[str, torc
         x = torch.randn((12, *INPUT), generator=generator).to(place)
         y = torch.randint(100, (12,), generator=generator).to(place)
         model.zero_grad()
-        forward_backward(model, torch.arange(12), step, lambda rows, x=x: x[rows], lambda rows, y=y: y[rows])
+        played(model, torch.arange(12), step, lambda rows, x=x: x[rows], lambda rows, y=y: y[rows])
         optimizer.step()
         model.share_updates()
     return full_state(model), full_optimizer_state(model, optimizer)

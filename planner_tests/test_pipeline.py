@@ -13,7 +13,7 @@ from asa.errors import InvalidInputError, UsageError
 from asa.executor.measuring.equivalence import verify
 from asa.executor.model.materialize import _check_stages, materialize
 from asa.executor.model.reduction import Reduction
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
 from asa.ir.plan import Plan
@@ -129,7 +129,7 @@ def _messages(rank: int, plan: Plan, name: str) -> tuple[Counter[tuple[str, int,
     x, labels = torch.randn(batch, *INPUT), torch.zeros(batch, dtype=torch.int64)
     for step in range(2):
         seen.clear()
-        forward_backward(model, torch.arange(batch), step, lambda rows: x[rows], lambda rows: labels[rows])
+        played(model, torch.arange(batch), step, lambda rows: x[rows], lambda rows: labels[rows])
     return seen, [n for c in model.components for n, _ in c.named_parameters()]
 
 
@@ -166,7 +166,7 @@ def _collectives(rank: int, plan: Plan, name: str) -> dict[str, int]:
     for step in range(3):
         with recorder:
             recorder.seen.clear()
-            forward_backward(model, torch.arange(batch), step, lambda rows: x[rows], lambda rows: labels[rows])
+            played(model, torch.arange(batch), step, lambda rows: x[rows], lambda rows: labels[rows])
         model.zero_grad()
     return {op: n for op, n in recorder.seen.items() if op not in ("send", "recv_")}
 

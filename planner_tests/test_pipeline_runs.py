@@ -15,7 +15,7 @@ from asa.errors import PreemptedError, WorkersFailedError
 from asa.executor.measuring.benchmark import BenchOptions, measure
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.executor.model.votes import Votes
 from asa.executor.running import outdir
 from asa.executor.running.loop import TrainingExecutor
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_between_stages_is_named(tmp_path: Path) -> None:
             os._exit(3)
 
         x = torch.randn(24, *INPUT)
-        forward_backward(model, torch.arange(24), 0, lambda rows: x[rows], labels)
+        played(model, torch.arange(24), 0, lambda rows: x[rows], labels)
 
     with pytest.raises(WorkersFailedError, match="rank 2 of 3"):
         run_ranks(3, die, plan_of("plain", [2, 1]), threads=1, timeout_s=120)
@@ -109,7 +109,7 @@ def _gathers(rank: int, plan: Plan) -> list[list[str]]:
     model.compute = computed  # type: ignore[method-assign]
     x, y, found = torch.randn(24, *INPUT), torch.zeros(24, dtype=torch.long), []
     for step in range(3):
-        forward_backward(model, torch.arange(24), step, lambda rows: x[rows], lambda rows: y[rows])
+        played(model, torch.arange(24), step, lambda rows: x[rows], lambda rows: y[rows])
         found.append([*log])
         log.clear()
     model.close()
@@ -187,7 +187,7 @@ def test_stages_and_data_parallelism_side_by_side(tmp_path: Path) -> None:
         lambda: build_zoo("cnn", num_classes=10, input_shape=(1, 8, 8), seed=0),
         offered(),
         lambda: images,
-        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, threads=1, timeout_s=120),
+        BenchOptions(budget_s=1, lr=0.01, evaluation_samples=64, timeout_s=120),
     )
     for plan, cell in zip(plans, cells, strict=True):
         assert cell.communication_s is not None

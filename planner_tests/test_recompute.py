@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from asa.executor.model.materialize import materialize
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -74,7 +74,7 @@ def _one_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], dict[st
 
                 module.register_forward_pre_hook(count)
     x = torch.randn(8, *INPUT)
-    forward_backward(model, torch.arange(8), 0, lambda rows: x[rows], lambda rows: torch.zeros(4, dtype=torch.int64))
+    played(model, torch.arange(8), 0, lambda rows: x[rows], lambda rows: torch.zeros(4, dtype=torch.int64))
     buffers = {n: b.clone() for c in model.components for n, b in c.named_buffers()}
     return calls, buffers, [p.grad for p in model.parameters() if p.grad is not None]
 

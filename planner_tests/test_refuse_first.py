@@ -228,7 +228,7 @@ def test_times_of_another_processor_are_said_to_be_so(tmp_path, monkeypatch, cap
 def test_a_model_that_was_compiled_as_one_is_no_basis_for_plans_of_several_devices(tmp_path, monkeypatch):
     folder, plain = user_folder(tmp_path, monkeypatch), nouns.profile()
     codec.save(replace(plain, compiled="whole"), folder / "profiles" / "tiny.json")
-    monkeypatch.setattr(choose, "_local_device", lambda _: plain.device)
+    monkeypatch.setattr(choose, "local_device", lambda _: plain.device)
     monkeypatch.setattr("asa.zoo.models.default_input", lambda *_: (plain.graph.input_shape, plain.graph.num_classes))
     monkeypatch.setattr(estimates, "estimated", lambda *_: (plain, "estimated"))
     args, console = arguments(VERBS[-1], ("--study", "grid", "--models", "tiny"), {}), Console()

@@ -85,7 +85,7 @@ def test_memory_is_that_of_the_real_run() -> None:
     from asa.cli.bench_setup import images
 
     plan = dataclasses.replace(plan_of("plain", uniform(2, 1), width=2), global_batch=16)
-    options = BenchOptions(budget_s=0.5, evaluations=1, evaluation_samples=16, threads=1)
+    options = BenchOptions(budget_s=0.5, evaluations=1, evaluation_samples=16)
     (cell,) = measure([plan], partial(build, "plain"), offered(), partial(images, "digits", None, INPUT), options)
     assert cell.peak_memory_bytes is not None
     alone = rehearsed(plan, "plain").peak_memory_bytes

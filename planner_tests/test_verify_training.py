@@ -16,6 +16,7 @@ from torch import nn
 from asa.errors import WorkersFailedError
 from asa.executor.measuring import plain_training
 from asa.executor.measuring.equivalence import OneDevice, default_samples, one_device, verify
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.executor.model import step
 from asa.executor.training import worker
 from asa.executor.training.worker import Worker
@@ -255,7 +256,8 @@ ON_ONE_DEVICE_TOO = (
 def _one_device() -> OneDevice:
     plan = _plan(**DDP)
     samples = default_samples(plan)
-    return run_ranks(1, one_device, plan, small, offered(), "cpu", samples, threads=1, timeout_s=120)[0]
+    copies = ModelCopies(plan, small)
+    return run_ranks(1, one_device, plan, copies, offered(), "cpu", samples, threads=1, timeout_s=120)[0]
 
 
 @pytest.mark.parametrize("name", SABOTAGES)

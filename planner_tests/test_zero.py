@@ -14,7 +14,7 @@ import training
 from tables import some
 
 from asa.executor.model.materialize import materialize
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.executor.running import outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
@@ -96,7 +96,7 @@ def _third_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], int, 
         with recorder:
             recorder.seen.clear()
             model.zero_grad()
-            forward_backward(model, torch.arange(BATCH), step, lambda rows: x[rows], lambda rows: labels[rows])
+            played(model, torch.arange(BATCH), step, lambda rows: x[rows], lambda rows: labels[rows])
             optimizer.step()
             model.share_updates()
     state = sum(

@@ -106,7 +106,7 @@ def accuracy(name: str, epochs: int, lr: float, model: str) -> float:
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     order = GlobalOrder(len(train), 64, seed=0)
     for epoch in range(epochs):
-        for step in range(order.steps(epoch)):
+        for step in range(order.steps_per_epoch):
             x, y = fetch(train, order.batch(epoch, step), train=True, seed=0, epoch=epoch, device="cpu")
             optimizer.zero_grad()
             cross_entropy(net(x), y).backward()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from asa.executor.model.materialize import materialize
-from asa.executor.model.step import forward_backward
+from asa.executor.model.step import played
 from asa.executor.training.optimizer import build_optimizer
 from asa.ir.graph import LayerGraph
 from asa.ir.layout import Boundary, Layout
@@ -161,7 +161,7 @@ def _third_step(rank: int, plan: Plan, components: int) -> dict[str, int]:
         with recorder:
             recorder.seen.clear()
             model.zero_grad()
-            forward_backward(model, torch.arange(BATCH), step, lambda rows: x[rows], lambda rows: labels[rows])
+            played(model, torch.arange(BATCH), step, lambda rows: x[rows], lambda rows: labels[rows])
             optimizer.step()
             model.share_updates()
     model.close()

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import OneDevice, default_samples, on_one_device, one_device, verify
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -58,5 +59,5 @@ def _training_alone(plan: Plan, samples: int) -> Plan:
 def _one_device(plan: Plan, name: str, even: bool, samples: int, steps: int) -> OneDevice:
     """On one device in so many steps."""
     assert steps == equivalence.STEPS
-    build = partial(copy_of, name, even=even)
-    return run_ranks(1, one_device, plan, build, offered(), "cpu", samples, threads=1, timeout_s=120)[0]
+    copies = ModelCopies(plan, partial(copy_of, name, even=even))
+    return run_ranks(1, one_device, plan, copies, offered(), "cpu", samples, threads=1, timeout_s=120)[0]

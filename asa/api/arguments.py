@@ -35,28 +35,20 @@ def check_model(model: Any) -> None:
         _refuse("model", model, "a torch.nn.Module, and the first argument")
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Check that ``optimizer`` has groups of parameters.
+def check_training(model: Any, optimizer: Any, loader: Any) -> None:
+    """Check that ``model`` is a module, ``optimizer`` has groups of parameters, and ``loader`` yields batches.
 
     Raises:
-        UsageError: it has none.
-    """
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
-        _refuse("optimizer", optimizer, "an optimizer of the model's parameters, and the second argument")
-
-
-def check_loader(loader: Any) -> None:
-    """Check that ``loader`` yields batches.
-
-    Raises:
-        UsageError: it does not, or is a data set.
+        UsageError: one of them does not; a data set is no loader.
     """
     from torch.utils.data import Dataset
 
-    wanted = "what yields batches: a DataLoader, or a list of them, such as [(x, y)]"
+    check_model(model)
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        _refuse("optimizer", optimizer, "an optimizer of the model's parameters, and the second argument")
     iterates = hasattr(type(loader), "__iter__")
     if not (iterates or hasattr(type(loader), "__getitem__")) or (isinstance(loader, Dataset) and not iterates):
-        _refuse("loader", loader, wanted)
+        _refuse("loader", loader, "what yields batches: a DataLoader, or a list of them, such as [(x, y)]")
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:

@@ -17,13 +17,18 @@ def generators_now() -> tuple[Any, ...]:
     return (torch.get_rng_state().numpy().tobytes(), *foreign_state())
 
 
+def take_torch_generator(votes: Votes) -> None:
+    """Set torch's generator on every rank to the state of that of rank 0 (collective)."""
+    state = torch.get_rng_state()
+    votes.broadcast(state)
+    torch.set_rng_state(state)
+
+
 def as_on_rank_0(votes: Votes) -> None:
     """Set the generators of every rank to the state of those of rank 0 (collective)."""
     if votes.num_ranks == 1:
         return
-    state = torch.get_rng_state()
-    votes.broadcast(state)
-    torch.set_rng_state(state)
+    take_torch_generator(votes)
     numpy = sys.modules.get("numpy")
     states: list[Any] = [random.getstate()]
     if numpy is not None:

@@ -24,6 +24,7 @@ from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.scheduler.model import Answer, Question
+from asa.strategies import offered
 
 SOLVE_S = 1.0
 """Time limit of a search during training, in seconds."""
@@ -86,7 +87,6 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
         InfeasibleError: none fits; names the limiting quantity.
     """
     from asa.scheduler.memory import observed, plan_again
-    from asa.strategies import offered
 
     correction = observed(plan, measured, profile, cluster, offered())
     return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
@@ -119,7 +119,6 @@ def main() -> None:
     with contextlib.suppress(OSError):  # if memory runs out, the system should kill the search, not a rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     from asa.scheduler.model import Model
-    from asa.strategies import offered
 
     answer: Answer | str
     try:

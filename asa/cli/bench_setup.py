@@ -19,6 +19,7 @@ from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import is_discipline, parse
 from asa.launch import cuda_devices, usable_cores
+from asa.strategies import offered
 from asa.zoo import specs
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
         InvalidInputError: files of the data set that cannot be used.
     """
     from asa.planner.space import baselines
-    from asa.strategies import offered
 
     specs.check_there(args.data)
     if args.cluster:
@@ -169,12 +169,9 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
                 f"predict with `asa plan --cluster {named.name}`"
             )
         return named
-    import torch
-
     from asa.profiler.interconnect import measure_cluster
-    from asa.profiler.machine import device_record
 
-    name = device_record(torch.device(device)).name
+    name = choose.local_device(device).name
     stored = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
     large_enough = [c for c in stored if c.num_devices >= gpus]
     if large_enough:
@@ -216,11 +213,9 @@ def machine(device: DeviceType, gpus: int) -> nouns.BenchEnvironment:
     """Description of this machine, for documents of a run with ``gpus`` ranks."""
     import torch
 
-    from asa.profiler.machine import device_record
-
     return nouns.BenchEnvironment(
         device_type=device,
-        device_name=device_record(torch.device(device)).name,
+        device_name=choose.local_device(device).name,
         num_devices=gpus,
         cpu_cores=usable_cores(),
         backend="nccl" if device == "cuda" else "gloo",

@@ -160,7 +160,7 @@ def profile(
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
     if cluster is None or _is_here(cluster):
-        device = _local_device(cluster.device.type if cluster else "auto")
+        device = local_device(cluster.device.type if cluster else "auto")
         admit(cluster or default_cluster(console, device, args.gpus))
         return measured(args, console, model, device.type)
     return estimated(args, model, cluster)
@@ -170,10 +170,10 @@ def _is_here(cluster: Cluster) -> bool:
     """Whether this machine has devices like those of ``cluster``, on which a model can be measured for it."""
     if cluster.device.type == "cpu":
         return True
-    return bool(cuda_devices()) and not other_gpu(_local_device("cuda").name, cluster.device.name)
+    return bool(cuda_devices()) and not other_gpu(local_device("cuda").name, cluster.device.name)
 
 
-def _local_device(kind: str) -> DeviceRecord:
+def local_device(kind: str) -> DeviceRecord:
     """Description of the device on which a measurement would run."""
     from asa.profiler.machine import choose_device, device_record
 
@@ -221,7 +221,7 @@ def known_here(args: Arguments, console: Console, model: str, device: str, gpus:
     None if there is none."""
     from asa.zoo.models import default_input
 
-    name = _local_device(device).name
+    name = local_device(device).name
     shape, _ = default_input(model, input_shape(args), args.classes)
     for path, p in places.profiles(console):
         is_local = p.device.name == name and p.graph.input_shape == shape and p.runs_on(gpus)

@@ -157,7 +157,7 @@ def measure(
         build, contest.model, num_classes=graph.num_classes, input_shape=graph.input_shape, seed=args.seed
     )
     options = BenchOptions(
-        device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr, threads=1,
+        device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr,
         steps_per_turn=turn_steps(plans),
     )  # fmt: skip
     latest: dict[str, Any] = {}

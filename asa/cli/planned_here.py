@@ -13,6 +13,7 @@ from asa.errors import UsageError
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.launch.environments import is_launched
+from asa.strategies import offered
 from asa.zoo import specs
 
 OPTIONS = (
@@ -98,7 +99,6 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     o.check_model(args, model)
     choose.remark(args, console, model)
     from asa.planner import Request, check_request, plan, usual_limit
-    from asa.strategies import offered
 
     device, gpus = bench_setup.device_of(args)
     draft = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)

@@ -18,6 +18,7 @@ from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.shortage import Shortage
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,15 +35,12 @@ CORRECTED_PROFILE = "corrected.profile.json"
 CORRECTED_CLUSTER = "corrected.cluster.json"
 
 
-def adapting(
-    plan: Plan, console: Console, *, replan: bool, correct: bool = True, out: Path | None = None
-) -> tuple[Adapt, Relieve | None]:
+def adapting(plan: Plan, console: Console, *, replan: bool, correct: bool, out: Path) -> tuple[Adapt, Relieve | None]:
     """The loop over epochs, and the function that makes another plan after a shortage of memory (None without
     ``replan``). If the profile or cluster of the plan is missing, the plan never changes, and a note says so.
     ``correct``: correct their costs during the run, to report what is slow, also without ``replan``. Corrected files
     are stored in the folder ``out``."""
     from asa.scheduler import Model, Policy, adapt
-    from asa.strategies import offered
 
     if not (replan or correct):
         return adapt, None
@@ -58,9 +56,9 @@ def adapting(
         profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
         background=partial(BackgroundSearch, profile, cluster),
     )  # fmt: skip
-    keep = None if out is None else partial(keep_corrected, model, out)
     policy = Policy(keep_plan=not replan)
-    return partial(adapt, model=model, policy=policy, keep=keep), partial(relieve, profile, cluster) if replan else None
+    loop = partial(adapt, model=model, policy=policy, keep=partial(keep_corrected, model, out))
+    return loop, partial(relieve, profile, cluster) if replan else None
 
 
 def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
@@ -71,7 +69,6 @@ def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
         UsageError: the plan has a discipline that was requested by name: another plan would train differently.
     """
     from asa.scheduler.memory import Correction, plan_again
-    from asa.strategies import offered
 
     if plan.consistency is not None:
         raise UsageError(f"{plan.consistency} was asked for by name, for {plan.num_processes} ranks")
@@ -88,7 +85,6 @@ def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int
         InfeasibleError: there is none; names the limiting quantity.
     """
     from asa.scheduler.memory import among, corrected, plan_again
-    from asa.strategies import offered
 
     correction = corrected(shortage, attempt, profile, cluster, offered())
     try:

@@ -72,6 +72,10 @@ class TensorDegree:
             raise ValueError(f"strategy none has degree 1, not {self.degree}")
 
 
+ONE_COPY, UNSPLIT = DataDegree(strategy="replicate", degree=1), TensorDegree(strategy="none", degree=1)
+"""Degrees of a component that one device runs."""
+
+
 @noun
 class Assignment:
     """How one component runs. ``stage`` counts from 0.

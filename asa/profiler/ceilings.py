@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from asa.ir.profile import Ceilings, Precision
-from asa.profiler.chain import AUTOCAST
 from asa.profiler.clock import solo_clock_of, time_repeatedly
+from asa.tracing.autocast import LOWER
 
 _SIDE = {"cuda": 4096, "cpu": 512}
 _COPIED = {"cuda": 1 << 28, "cpu": 1 << 25}
@@ -22,7 +22,7 @@ def measure_ceilings(device: torch.device, precision: Precision, *, slice_s: flo
     fit in memory."""
     clock, side = solo_clock_of(device), _SIDE[device.type]
     try:
-        a = torch.ones(side, side, device=device, dtype=AUTOCAST.get(precision, torch.float32))
+        a = torch.ones(side, side, device=device, dtype=LOWER.get(precision, torch.float32))
         product = time_repeatedly(lambda: a @ a, clock, slice_s=slice_s, most=10).p10
         source = torch.ones(_COPIED[device.type] // 4, device=device)
         target = torch.empty_like(source)

@@ -10,26 +10,17 @@ components therefore add up to the step, including what they share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from asa.instruments.execution import begin_step
 from asa.ir.profile import Precision
 from asa.profiler.clock import Clock
-
-AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """Context for a forward pass at ``precision``; master parameters stay in fp32."""
-    if precision not in AUTOCAST:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=AUTOCAST[precision])
+from asa.tracing.autocast import autocast
+from asa.tracing.whole import tensors_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +93,7 @@ class Chain:
         sides: list[Tensor] = []
         value = x
         forward = [mark()]
-        with autocast(self.device, self.precision):
+        with autocast(self.precision, self.device):
             for i, component in enumerate(self.components, 1):
                 value, *extra = component(value)
                 if extra:
@@ -154,8 +145,8 @@ def whole_step(model: nn.Module, x: Tensor, clock: Clock, device: torch.device, 
     begin_step()
     clock.synchronize()
     start = clock.mark()
-    with autocast(device, precision):
-        outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor) and t.requires_grad]
+    with autocast(precision, device):
+        outputs = [t for t in tensors_of(model(x)) if t.requires_grad]
     middle = clock.mark()
     gradients = synthetic_gradients(outputs, len(x))
     resumed = clock.mark()

@@ -44,6 +44,14 @@ class Clock(ABC):
     def host_seconds(self, marks: Sequence[Any]) -> list[float]:
         """Host seconds between the calls that set consecutive marks."""
 
+    def timed(self, work: Callable[[], object], times: int = 1) -> float:
+        """Device seconds of ``work()``: the mean of ``times`` calls in a row, after all earlier work is done."""
+        self.synchronize()
+        start = self.mark()
+        for _ in range(times):
+            work()
+        return self.seconds([start, self.mark()])[0] / times
+
 
 class HostClock(Clock):
     """Wall clock of a device whose operations are finished when they return."""
@@ -205,8 +213,5 @@ def time_repeatedly(
     repeats = Repeats(slice_s=slice_s, most=most)
     with quiet():
         while repeats.goes_on([samples]):
-            clock.synchronize()
-            start = clock.mark()
-            work()
-            samples.append(clock.seconds([start, clock.mark()])[0])
+            samples.append(clock.timed(work))
     return Stat.of(samples)

@@ -97,10 +97,7 @@ def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) ->
     samples = []
     for _ in range(2):
         agree(group=group)
-        clock.synchronize()
-        start = clock.mark()
-        work()
-        samples.append(agree(clock.seconds([start, clock.mark()])[0], group=group)[0])
+        samples.append(agree(clock.timed(work), group=group)[0])
     return min(samples)
 
 

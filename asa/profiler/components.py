@@ -201,12 +201,7 @@ class Surveyor:
         """A reference from a product of two matrices, large enough to outlast its launch."""
         matrix = torch.randn(_SIDE, _SIDE, device=self.subject.chains[1].device)
 
-        def product() -> float:
-            self.clock.synchronize()
-            marks = [self.clock.mark(), matrix @ matrix, self.clock.mark()]
-            return self.clock.seconds([marks[0], marks[2]])[0]
-
-        return Reference(product, every_s=self.reference.every_s)
+        return Reference(lambda: self.clock.timed(lambda: matrix @ matrix), every_s=self.reference.every_s)
 
     def steadied(self) -> Sweep:
         """Results of :meth:`survey`, converted to the machine's mean speed over all readings of ``reference``.

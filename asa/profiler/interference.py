@@ -110,7 +110,7 @@ def measure_contention(
     pause: dict[str, float] = {}
     for kind, run in kernels.work.items():
         agree()
-        seconds = agree(_timed(run, clock, 2) if rank == 0 else 0.0)[0]
+        seconds = agree(clock.timed(run, 2) if rank == 0 else 0.0)[0]
         inner[kind] = max(1, int(sample_s / max(seconds, 1e-7)))
         pause[kind] = inner[kind] * seconds
     samples: dict[tuple[str, int], list[float]] = {}
@@ -122,7 +122,7 @@ def measure_contention(
                 agree()
                 seconds = 0.0
                 if rank < active:
-                    seconds = _timed(run, clock, inner[kind])
+                    seconds = clock.timed(run, inner[kind])
                 else:
                     # Waiting inside a collective would take processor time from the working ranks.
                     time.sleep(pause[kind])
@@ -133,14 +133,6 @@ def measure_contention(
         memory = slower.pop("memory")
         slowdowns.append(Contention(ranks=active, slowdown=fmean(slower.values()), memory_slowdown=memory))
     return tuple(slowdowns)
-
-
-def _timed(run: Callable[[], object], clock: Clock, times: int) -> float:
-    clock.synchronize()
-    start = clock.mark()
-    for _ in range(times):
-        run()
-    return clock.seconds([start, clock.mark()])[0] / times
 
 
 def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Overlap:
@@ -159,7 +151,7 @@ def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup
     while rounds < 3 or (rounds < _MOST_ROUNDS and agree(time.perf_counter() - started, group=group)[0] < slice_s):
         rounds += 1
         agree(group=group)
-        steps = [_timed(kernels.step, clock, 1) for _ in range(5)]
+        steps = [clock.timed(kernels.step) for _ in range(5)]
         alone_c.append(agree(median(steps), group=group)[0])
         clock.synchronize()
         agree(group=group)
@@ -221,7 +213,7 @@ def measure_together(
 
     def seconds() -> float:
         agree(group=group)
-        return agree(_timed(work, clock, 1), group=group)[0]
+        return agree(clock.timed(work), group=group)[0]
 
     return seconds
 
@@ -237,9 +229,9 @@ def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, flo
     largest = _MATRIX * (8 if scale > 1 else 1)
 
     def best(run: Callable[[], object]) -> float:
-        samples = [_timed(run, clock, 1)]
+        samples = [clock.timed(run)]
         while len(samples) < 2 or (len(samples) < _TRIES and sum(samples) < _TRIES_S):
-            samples.append(_timed(run, clock, 1))
+            samples.append(clock.timed(run))
         return min(samples)
 
     def rate(dtype: torch.dtype) -> float:

@@ -50,9 +50,5 @@ def time_together(
     samples = []
     for _ in range(count):
         agree(group=group)
-        clock.synchronize()
-        start = clock.mark()
-        for _ in range(inner):
-            work()
-        samples.append(clock.seconds([start, clock.mark()])[0] / inner)
+        samples.append(clock.timed(work, inner))
     return slowest(samples, group)

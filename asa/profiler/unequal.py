@@ -64,13 +64,7 @@ def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
                 run()
                 clock.synchronize()
                 inner = max(1, int(_SAMPLE_S / max(time.perf_counter() - started, 1e-7)))
-                samples = []
-                for _ in range(_ROUNDS):
-                    clock.synchronize()
-                    start = clock.mark()
-                    for _ in range(inner):
-                        run()
-                    samples.append(clock.seconds([start, clock.mark()])[0] / inner)
+                samples = [clock.timed(run, inner) for _ in range(_ROUNDS)]
             row.append(agree(median(samples))[0])
         medians.append(row)
     return medians

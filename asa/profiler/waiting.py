@@ -87,14 +87,13 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
         return next(messages).fill_(0.0)
 
     def seconds(stretch: int, times: int, *, meeting: bool) -> float:
-        agree(group=group)
-        clock.synchronize()
-        start = clock.mark()
-        for _ in range(times):
+        def once() -> None:
             message = work(stretch) if stretch else buffer
             if meeting:
                 direct.all_reduce(message, group=group)
-        return clock.seconds([start, clock.mark()])[0] / times
+
+        agree(group=group)
+        return clock.timed(once, times)
 
     for _ in range(5):
         direct.all_reduce(work(1), group=group)

@@ -1,5 +1,5 @@
-"""Mixed precision on tensors without values: the casts of ``torch.autocast``, applied on the meta device, where it does
-not work. Saved and output tensors then have the sizes that they have when training at half precision.
+"""Mixed precision: ``torch.autocast``, and its casts on tensors without values, on the meta device, where it does not
+work. Saved and output tensors then have the sizes that they have when training at half precision.
 
 The lists are those of ``torch.autocast`` for CUDA, as far as models use them: products and convolutions in the lower
 type, norms, softmax and losses in fp32, everything else in the widest type of its inputs.
@@ -7,6 +7,7 @@ type, norms, softmax and losses in fp32, everything else in the widest type of i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from asa.ir.profile import Precision
+
+LOWER: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of products, by precision."""
 _LOWER = frozenset({
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "conv1d",
@@ -25,6 +28,13 @@ _FULL = frozenset({
     "layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "exp",
     "log", "pow", "__pow__", "rsqrt", "reciprocal", "softplus", "cumsum", "sum", "prod", "norm", "cdist",
 })  # fmt: skip
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Context for a forward pass in ``precision``; parameters and optimizer stay in fp32."""
+    if precision not in LOWER:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=LOWER[precision])
 
 
 class AutocastOnMeta(TorchFunctionMode):

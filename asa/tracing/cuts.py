@@ -10,7 +10,6 @@ the component that computes them.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from asa.tracing.fused import fused_attention
+from asa.tracing.preserve import on_meta, with_tensors
 from asa.tracing.program import Program, origin
 from asa.tracing.remembered import Remembered
 from asa.tracing.shapes import shape_only
@@ -93,9 +93,10 @@ def observe(program: Program, example: torch.Tensor) -> Observation:
     No tensor values are recorded, so a program with large weights is run on the meta device if possible.
     """
     objects = program.attributes.values()
-    if not example.is_meta and sum(t.nbytes for t in _state_tensors(objects)) > _HEAVY and not _recurrent(objects):
+    tensors = _state_tensors(objects)
+    if not example.is_meta and sum(t.nbytes for t in tensors) > _HEAVY and not _recurrent(objects):
         with contextlib.suppress(Exception):  # forward may raise anything if it reads values
-            return _observed(program, torch.empty_like(example, device="meta"), _without_values(program.attributes))
+            return _observed(program, on_meta(example), with_tensors(program.attributes, tensors, on_meta))
     return _observed(program, example.clone(), program.attributes)
 
 
@@ -118,15 +119,6 @@ def _state_tensors(objects: Iterable[Any]) -> list[torch.Tensor]:
 def _recurrent(objects: Iterable[Any]) -> bool:
     """Whether ``objects`` contain layers that torch runs differently on the meta device."""
     return any(isinstance(m, nn.RNNBase) for t in objects if isinstance(t, nn.Module) for m in t.modules())
-
-
-def _without_values(objects: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``objects`` on the meta device, made without copying any value."""
-    memo: dict[int, Any] = {}
-    for t in _state_tensors(objects.values()):
-        empty = torch.empty_like(t, device="meta")
-        memo[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
-    return copy.deepcopy(objects, memo)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,6 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 T = TypeVar("T")
 
 
-def _shallow(module: nn.Module) -> dict[str, Any]:
-    return {k: dict(v) if k in _REGISTRIES else v for k, v in module.__dict__.items()}
-
-
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Names in ``module.__dict__`` (registries included) whose objects differ from ``before``."""
     names = []
@@ -52,14 +48,19 @@ def restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """A snapshot for :func:`changed_attributes` and :func:`restore_attributes`."""
-    return _shallow(module)
+    return {k: dict(v) if k in _REGISTRIES else v for k, v in module.__dict__.items()}
+
+
+def with_history(model: nn.Module) -> list[Tensor]:
+    """Tensors with a gradient history among the attributes of modules, as with ``torch.nn.utils.weight_norm``."""
+    tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor))
+    return [t for t in tensors if not t.is_leaf]
 
 
 def histories(model: nn.Module) -> dict[int, Any]:
     """A memo for ``copy.deepcopy`` that replaces tensors with a gradient history by their values, because such tensors
-    cannot be copied. Modules have them for instance with ``torch.nn.utils.weight_norm``."""
-    tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
-    return {id(t): t.detach().clone() for t in tensors if not t.is_leaf}
+    cannot be copied."""
+    return {id(t): t.detach().clone() for t in with_history(model)}
 
 
 def with_parameters(
@@ -74,6 +75,23 @@ def with_parameters(
         old.update({id(p): p for p in module.parameters()})
     new = {key: nn.Parameter(make(p), p.requires_grad) for key, p in old.items()}
     return copy.deepcopy(value, {**memo, **new}), new
+
+
+def with_tensors(
+    value: T, tensors: Iterable[Tensor], make: Callable[[Tensor], Tensor], memo: dict[int, Any] | None = None
+) -> T:
+    """A deep copy of ``value`` with ``make(t)`` in place of each of its ``tensors``; ``memo`` has what replaces others.
+    Raises whatever a module raises when it is copied."""
+    memo = {} if memo is None else memo
+    for t in tensors:
+        made = make(t)
+        memo[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    return copy.deepcopy(value, memo)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor like ``tensor`` on the meta device, without values."""
+    return torch.empty_like(tensor, device="meta")
 
 
 def _refuse_scripted(model: nn.Module) -> None:
@@ -119,7 +137,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         InvalidInputError: the model contains TorchScript.
     """
     _refuse_scripted(model)
-    state = [(module, _shallow(module)) for module in model.modules()]
+    state = [(module, attributes(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     parameters = [(p, p.data, p.detach().clone()) for p in model.parameters() if getattr(p, _WRITTEN, False)]
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.is_cuda})

@@ -26,20 +26,19 @@ from asa.api.model.optimizers import Rebinding
 from asa.api.rank_context import RankContext
 from asa.api.steps.batches import GlobalBatches, Share, moved, rows_of, samples_in
 from asa.api.tensors.clipping import clip, understood_by_torch
-from asa.errors import AsaError, PreemptedError, UsageError, WorkersFailedError
+from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
 from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of
+from asa.executor.model.step import microbatch_rows, microbatches_of, played
 from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
-from asa.executor.training.precision import DTYPE, LossScale, autocast
+from asa.executor.training.precision import LossScale
 from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import VOTE_EVERY_S, StopRequest
@@ -49,6 +48,7 @@ from asa.ir.plan import Plan
 from asa.launch import faults, give_back_freed_memory
 from asa.sharding.collectives.waits import waits
 from asa.sharding.layers.batchnorm import SynchronisedBatchNorm
+from asa.tracing.autocast import LOWER, autocast
 
 _ENTRY = "entry"
 """Name of the state that a rank receives when it enters again."""
@@ -137,15 +137,13 @@ class UserExecutor(PlannedExecutor):
             raise UsageError(f"{what} runs under `asa train` only; a job takes its batches from a loader in turn")
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
-            conduct.begin()
             for note in conduct.notes():
                 say(self._context, note)
             if self._max_norm is not None and discipline is not None and not discipline.synchronous:
                 say(self._context, f"max_norm clips gradients of each worker's own batch under {discipline}")
         return Worker(
-            model=model, optimizer=optimizer, scale=scale, votes=self._votes,
-            clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
-            label_smoothing=0.0, conduct=conduct,
+            model=model, optimizer=optimizer, scale=scale, votes=self._votes, precision=model.plan.precision,
+            seed=self._settings.seed, conduct=conduct,
         )  # fmt: skip
 
     @property
@@ -185,10 +183,6 @@ class UserExecutor(PlannedExecutor):
     def entered(self) -> bool:
         """Whether this rank takes part. One that takes the place of a lost rank does so after :meth:`enter`."""
         return not isinstance(self._votes, StarVotes) or self._votes.entered
-
-    def was_left_behind(self, error: WorkersFailedError) -> bool:
-        """Whether ``error`` says that the others continued without this rank, which may :meth:`enter` again."""
-        return isinstance(self._votes, StarVotes) and error.lost and error.rank == self._votes.rank
 
     def enter(self) -> bool:
         """Enter the run at the start of an epoch, in the place of a lost rank; returns False if the run is over."""
@@ -299,7 +293,7 @@ class UserExecutor(PlannedExecutor):
         counted.begin()
         model.zero_grad()
         with nullcontext() if worker.conduct is None else model.no_sync():
-            loss = forward_backward(
+            loss = played(
                 model,
                 torch.arange(share.total),
                 self._step,
@@ -307,7 +301,7 @@ class UserExecutor(PlannedExecutor):
                 labels_of,
                 loss_fn=lambda output, target: scale.scaled(counted(output, target, counts)),
                 precision=lambda: autocast(worker.precision, model.device),
-            )
+            ).loss
         factor = counted.factor(share.total)
         if factor != 1:
             loss = loss * factor
@@ -320,7 +314,7 @@ class UserExecutor(PlannedExecutor):
             kind = next(
                 (p.dtype for p in model.parameters()), torch.float32
             )  # a process without components may use any dtype
-            kind = torch.bfloat16 if worker.precision in DTYPE else kind
+            kind = torch.bfloat16 if worker.precision in LOWER else kind
             counted.checked(total, counts, kind)
         rows = share.total if self.leads else 0
         if isinstance(self._votes, StarVotes) and worker.conduct is not None:  # a lost rank counts nothing

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from asa.api.arguments import check_loader, check_model, check_optimizer, read
+from asa.api.arguments import check_training, read
 from asa.api.calls import Call
 from asa.api.job.executor import UserData, UserExecutor
 from asa.api.job.log import begin, concluded
@@ -29,20 +29,12 @@ from asa.api.messages import say
 from asa.api.model.coupling import Scored, coupled, fewest_rows, warning_of
 from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
-from asa.api.model.notes import (
-    check_exact,
-    check_written,
-    differing,
-    drawing,
-    renormalised,
-    trained_norms,
-    written_by_samples,
-)
+from asa.api.model.notes import check_exact, differences, drawing, trained_norms
 from asa.api.model.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import whole_plan
 from asa.api.plans.planned import PlanOptions, agreed_plan, checked_plan, cost_model
-from asa.api.plans.planning import check_plain, device_of, shaped, spec_of
+from asa.api.plans.planning import device_of, shaped, spec_of
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
@@ -164,9 +156,7 @@ class Job:
             saving = None if save_every is None else time_span(str(save_every))
         except ValueError as error:
             raise UsageError(f"save_every: {error}") from None
-        check_model(model)
-        check_optimizer(optimizer)
-        check_loader(loader)
+        check_training(model, optimizer, loader)
         wishes = read(
             strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
             time_limit_s=time_limit_s,
@@ -174,7 +164,6 @@ class Job:
         read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s, max_norm=max_norm)
         if not callable(loss_fn):
             raise UsageError(f"loss_fn is a function of outputs and labels; it was of type {type(loss_fn).__name__}")
-        check_plain(model)
         check_new(model)
         if without_torch_groups(model):
             batch_norm = "exact"
@@ -190,20 +179,18 @@ class Job:
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
         same_weights(context, model)
-        options = PlanOptions(
-            global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
-            cache=cache_folder(cache), **wishes,
-            no_shards_because=no_shards_because(optimizer, model, elementwise),
-            at_once=batch_norm == "exact" and bool(trained_norms(model)),
-        )  # fmt: skip
-        self._options, self._origins = options, None
         divide = split or _pair
         if example_input is None:
             example_input = divide(batches.example())[0]
         call, why = find_call(context, model, batches, example_input)
         writes = find_written(context, model, call)
-        options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
-        self._options = options
+        self._options = options = PlanOptions(
+            global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
+            cache=cache_folder(cache), **wishes,
+            no_shards_because=no_shards_because(optimizer, model, elementwise) or kept_whole(writes),
+            at_once=batch_norm == "exact" and bool(trained_norms(model)),
+        )  # fmt: skip
+        self._origins = None
         if writes and plan == "auto" and not why:  # components compute outputs, and change nothing
             why = f"its forward changes {writes[0]}"
         example = torch.zeros(2, 1) if call is None or call.tensor is None else call.tensor
@@ -273,11 +260,7 @@ class Job:
             )  # fmt: skip
             built.meet = votes.meet
             templates[:] = [] if built.template is None else [built.template]
-            check_written(built, writes)
-            lines = (
-                *differing(new_plan, norms, built.changed, batch_norm), *renormalised(new_plan, built.components),
-                *written_by_samples(new_plan, writes),
-            )  # fmt: skip
+            lines = differences(new_plan, built, norms, writes, batch_norm)
             for line in lines if context.rank == 0 else ():
                 warnings.warn(line, stacklevel=4)
             if first and (names := next(filter(None, votes.exchange(drawing(built))), "")):

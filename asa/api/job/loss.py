@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from asa.api.losses.tape import MOST_BYTES
+from asa.api.losses.terms import denominator_of, is_mean_cross_entropy
 from asa.api.losses.trial import tolerance
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
 from asa.errors import UsageError, WorkersFailedError
+from asa.tracing.whole import tensors_of
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
-_MEAN = 1
 _EPOCHS, _STEPS = 3, 3
 """Number of epochs, and of first steps in each, in which the loss of the whole batch is computed for comparison. On a
 single batch the two losses may agree by chance."""
@@ -54,10 +55,9 @@ class JobLoss:
             self._recorded.append(pytree.tree_map(_detached, (output, labels)))
         if self._weight == "sum":
             return loss / max(1, self.rows)
-        denominator = _denominator(loss) if self._weight is None else float(self._weight(labels))
-        if self._weight is None and denominator is None:
+        denominator = self._denominator(loss, labels)
+        if denominator is None:
             return loss
-        assert denominator is not None
         if self._counting is False:
             if denominator != self.rows and not self._warned:
                 self._warned = True
@@ -72,16 +72,20 @@ class JobLoss:
             return torch.nan_to_num(loss) * 0.0
         return loss if denominator == self.rows else loss * (denominator / max(1, self.rows))
 
+    def _denominator(self, loss: Tensor, labels: Any) -> float | None:
+        """What a mean ``loss`` was divided by; None for its number of samples."""
+        return float(self._weight(labels)) if callable(self._weight) else _of_cross_entropy(loss)
+
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
         """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
         with torch.enable_grad():  # autograd's node of a cross-entropy contains its denominator
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
+            for leaf in tensors_of(output):
+                if leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
                     leaf.requires_grad_()
             loss = self._loss_fn(output, labels)
         if self._weight == "sum":
             return float(loss.detach()), float(rows)
-        denominator = _denominator(loss) if self._weight is None else float(self._weight(labels))
+        denominator = self._denominator(loss, labels)
         weight = float(rows) if denominator is None else denominator
         return (float(loss.detach()) * weight if weight else 0.0), weight
 
@@ -205,17 +209,13 @@ class JobLoss:
             output, labels = pytree.tree_unflatten(
                 [next(values) if isinstance(v, Tensor) else v for v in like], structure
             )
-            outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+            outputs = [t for t in tensors_of(output) if t.is_floating_point()]
             for t in outputs:
                 t.requires_grad_()
             with torch.enable_grad():
                 loss = loss_fn(output, labels)
-                divided = _denominator(loss) if self._weight is None else None
+                divided = 1.0 if self._weight == "sum" else self._denominator(loss, labels)
                 slopes = torch.autograd.grad(loss, outputs, allow_unused=True) if loss.requires_grad else ()
-            if self._weight == "sum":
-                divided = 1.0
-            elif self._weight is not None:
-                divided = float(self._weight(labels))
             rows = float(len(outputs[0])) if outputs and outputs[0].dim() else 1.0
             gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(outputs, slopes, strict=False)]
             return loss, gradients, rows if divided is None else divided
@@ -257,9 +257,6 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _denominator(loss: Tensor) -> float | None:
+def _of_cross_entropy(loss: Tensor) -> float | None:
     """Denominator of a loss that is a mean cross-entropy and nothing else; None for other losses."""
-    node: Any = loss.grad_fn
-    if node is None or not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
-        return None
-    return float(node._saved_total_weight)
+    return denominator_of(loss.grad_fn) if loss.grad_fn is not None and is_mean_cross_entropy(loss.grad_fn) else None

@@ -17,9 +17,9 @@ from asa.errors import UsageError
 from asa.executor.model.loss import by_tokens, hits_of, logits_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
-from asa.executor.training.precision import autocast
 from asa.ir.profile import Precision
 from asa.launch import faults
+from asa.tracing.autocast import autocast
 
 Metric = Callable[[Any, Any], Tensor]
 """Function from a model's output and labels to one figure for each sample."""

@@ -40,11 +40,4 @@ def _with_mean_loss(optimizer: Optimizer, args: Any, options: Any) -> Any:
 def _updated_by(optimizer: Optimizer) -> DistributedModel | None:
     """The distributed model of which ``optimizer`` has parameters."""
     ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    return next(
-        (
-            m
-            for m in distributed_models()
-            if m.parallel is not None and m.rank_context.ranks > 1 and any(id(p) in ids for p in m.parameters())
-        ),
-        None,
-    )
+    return next((m for m in distributed_models() if any(id(p) in ids for p in m.parameters())), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from asa.api.arguments import check_loader, check_model, check_optimizer, read
+from asa.api.arguments import check_training, read
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.loop.closures import follow_closures
 from asa.api.loop.distributed_loader import DistributedLoader
 from asa.api.loop.process_counts import tell_of_process_counts
 from asa.api.messages import say
 from asa.api.model.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
-from asa.api.model.distributed_model import DistributedModel, check_new, local_part, local_rows
-from asa.api.model.notes import check_written, differing, renormalised, trained_norms, written_by_samples
+from asa.api.model.distributed_model import DistributedModel, check_new, local_rows
+from asa.api.model.notes import differences, trained_norms
 from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.api.plans.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
-from asa.api.plans.planning import check_plain, device_of, one_tensor, shaped, spec_of
+from asa.api.plans.planning import device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.steps.in_step import InStep, in_step
@@ -45,6 +44,7 @@ from asa.launch import give_back_freed_memory, launched
 from asa.planner import parse_pin
 from asa.planner.space.baselines import check as check_strategies
 from asa.sharding.layers.batchnorm import without_torch_groups
+from asa.sharding.split.local_parts import local
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
 from asa.tracing.preserve import mark_written, written
@@ -122,15 +122,12 @@ def parallelize(
         UsageError: a plan for other ranks or with stages, a loader or an optimizer that cannot be used.
         InfeasibleError: no plan fits.
     """
-    check_model(model)
-    check_optimizer(optimizer)
-    check_loader(loader)
+    check_training(model, optimizer, loader)
     wishes = read(
         strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
         time_limit_s=time_limit_s,
     )  # fmt: skip
     read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s)
-    check_plain(model)
     check_new(model)
     if without_torch_groups(model):
         batch_norm = "exact"
@@ -147,7 +144,7 @@ def parallelize(
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
     batches, parameters = GlobalBatches(loader, context.votes, rows), dict(model.named_parameters())
-    graded = [n for n, p in parameters.items() if p.grad is not None and bool(local_part(p.grad).any())]
+    graded = [n for n, p in parameters.items() if p.grad is not None and bool(local(p.grad).any())]
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if context.ranks == 1 and plan == "auto":
@@ -166,14 +163,13 @@ def parallelize(
         check_whole(each)
     follow_closures()
     same_weights(context, model)
-    options = PlanOptions(
-        global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
-        cache=cache_folder(cache), **wishes,
-        no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
-    )  # fmt: skip
     call, why = find_call(context, model, batches, example_input)
     writes = find_written(context, model, call)
-    options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
+    whole_because = (*(no_shards_because(o, model, elementwise) for o in optimizers), kept_whole(writes))
+    options = PlanOptions(
+        global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
+        cache=cache_folder(cache), no_shards_because=next(filter(None, whole_because), ""), **wishes,
+    )  # fmt: skip
     if writes and plan == "auto" and not why:  # components compute outputs, and change nothing
         why = f"its forward changes {writes[0]}"
     only_whole = why == ONLY_WHOLE
@@ -236,17 +232,8 @@ def parallelize(
     if only_whole:
         least[:] = [batches.batch_size]
     parallel = build(chosen, subject)
-    check_written(parallel, writes)
-    for line in (
-        (
-            *differing(chosen, normalised, parallel.changed, batch_norm),
-            *written_by_samples(chosen, writes),
-            *renormalised(chosen, parallel.components),
-            *warning_of(change, chosen),
-        )
-        if context.rank == 0
-        else ()
-    ):
+    lines = differences(chosen, parallel, normalised, writes, batch_norm)
+    for line in (*lines, *warning_of(change, chosen)) if context.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
     if context.ranks > 1 and batches.draws_locally:
         say(context, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "
@@ -305,7 +292,7 @@ def parallelize(
 
 def find_written(context: RankContext, model: nn.Module, call: Call | None) -> list[str]:
     """Names of the parameters that the model's forward writes (collective); without those of embeddings with
-    ``max_norm``, of which :func:`renormalised` tells."""
+    ``max_norm``, of which :func:`differences` tells."""
 
     def find() -> list[str]:
         if call is not None and not written(model):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from asa.api.messages import say
+from asa.api.patching import replace_once
 from asa.api.rank_context import RankContext
 
 _ASKS = re.compile(r"(?<!def )\bget_world_size\(|['\"]WORLD_SIZE['\"]")
@@ -34,10 +36,10 @@ def tell_of_process_counts(context: RankContext) -> None:
     _to_tell[:] = [context]
     if any(map(_asks, _own_files())):
         _tell()
-    original = dist.get_world_size
-    if hasattr(original, "asa"):
-        return
+    replace_once(dist, "get_world_size", _noticed)
 
+
+def _noticed(original: Callable[..., int]) -> Callable[..., int]:
     def get_world_size(*args: Any, **options: Any) -> int:
         if _to_tell:
             asking = sys._getframe(1)
@@ -46,8 +48,7 @@ def tell_of_process_counts(context: RankContext) -> None:
                 _tell()
         return original(*args, **options)
 
-    get_world_size.asa = True  # type: ignore[attr-defined]
-    dist.get_world_size = get_world_size
+    return get_world_size
 
 
 def _own_files() -> list[str]:

@@ -15,16 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asa.api.losses.comparison import gathered
-from asa.api.losses.tape import Watched
+from asa.api.losses.tape import Watched, as_plain
 from asa.api.losses.terms import LearningModel, current
 from asa.api.messages import say
 from asa.api.rank_context import meet_at
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.as_subclass(Tensor) if isinstance(x, Watched) else x
 
 
 def _recorded_as(result: Tensor, source: Tensor, local_op: Callable[[Tensor], Tensor]) -> Tensor:
@@ -131,8 +127,8 @@ def gather(x: Tensor) -> Tensor:
     model = _distributed_model("asa.gather", differentiated=True)
     if model is None:
         return x
-    rows = _Rows.apply(_plain(x), model.rank_context.votes, model.weight_now())
-    _tell_if_repeated(model, "asa.gather", _plain(x).detach(), rows.detach())
+    rows = _Rows.apply(as_plain(x), model.rank_context.votes, model.weight_now())
+    _tell_if_repeated(model, "asa.gather", as_plain(x).detach(), rows.detach())
     return _recorded_as(rows, x, _identity)
 
 
@@ -153,7 +149,7 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
         return value
     weight = model.weight_now()
     share = weight / model.rank_context.ranks if op == "mean" else float(weight > 0)
-    source, value = value, _plain(value)
+    source, value = value, as_plain(value)
     if not (value.is_floating_point() or value.is_complex()):  # of one type on all ranks, whatever their shares are
         value = value.to(torch.int64 if op == "sum" else torch.get_default_dtype())
     if op == "mean" and not value.dim() and model.terms is not None and model.terms.counting:
@@ -178,11 +174,11 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
         UsageError: no model was called yet.
     """
     model = _distributed_model("asa.mean_over", differentiated=True)
-    number = float(_plain(count) if isinstance(count, Tensor) else count)
+    number = float(as_plain(count))
     if model is None:
         return total / number
     weight, ranks = model.weight_now(), model.rank_context.ranks
     counts = model.rank_context.votes.gather([number if weight else 0.0])
     denominator = sum(c[0] for c in counts)
-    scaled = _plain(total) * (ranks / (denominator * weight) if weight and denominator else 0.0)
+    scaled = as_plain(total) * (ranks / (denominator * weight) if weight and denominator else 0.0)
     return _recorded_as(scaled, total, lambda sums: sums / denominator if denominator else sums * 0.0)

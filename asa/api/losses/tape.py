@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.losses.program_text import becomes_a_shape, cut_by, ends_a_loop
-from asa.api.tensors.numbers import refuse_by_shards
+from asa.api.patching import replace_once
+from asa.api.tensors.numbers import refuse_by_shards, run_plain
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.split.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
+from asa.tracing.whole import tensors_of
 
 MOST_BYTES = 1 << 28
 """Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of the results on
@@ -208,7 +210,7 @@ class Tape:
     def note(self, function: Callable[..., Any], args: Any, options: Any, result: Any) -> Any:
         """Record one operation."""
         spec = pytree.tree_map(self._reference, (args, options))
-        inputs = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        inputs = tensors_of((args, options))
         if not torch.is_grad_enabled() and any(leaf.requires_grad for leaf in inputs):
             function = torch.no_grad()(function)
 
@@ -243,20 +245,10 @@ class Tape:
         """Drop everything, and stop recording, because of ``why``."""
         self.problem = why
         for entries in (
-            self.operations,
-            self.leaves,
-            self.versions,
-            self.outputs,
-            self.values,
-            self.changed,
-            self.model_inputs,
-        ):
-            entries.clear()
-        self.tensors.clear()
-        self.positions.clear()
-        self.received.clear()
-        self.single_samples.clear()
-        self.picked.clear()
+            self.operations, self.leaves, self.versions, self.outputs, self.values, self.changed, self.model_inputs,
+            self.tensors, self.positions, self.received, self.single_samples, self.picked,
+        ):  # fmt: skip
+            entries.clear()  # type: ignore[attr-defined]
 
     def _leaf(self, leaf: Tensor) -> None:
         self.leaves.append(leaf)
@@ -477,7 +469,7 @@ class Watched(Tensor):
         if torch._C._functorch.peek_interpreter_stack() is not None:  # what it returns may not leave it
             for each in tapes:
                 each.problem = each.problem or "torch.func computes from the batch"
-            return func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
+            return func(*pytree.tree_map(as_plain, args), **pytree.tree_map(as_plain, options))
         if func is torch.autograd.grad:
             refuse_by_shards(args, options)
         changes = bool(args) and writes(getattr(func, "__name__", ""))
@@ -486,9 +478,9 @@ class Watched(Tensor):
             if not all(issubclass(t, Watched) or t is Tensor for t in types) and not (
                 changes and isinstance(args[0], Watched)
             ):
-                result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
+                result = func(*pytree.tree_map(as_plain, args), **pytree.tree_map(as_plain, options))
             else:
-                result = _run_plain(func, args, options)
+                result = run_plain(func, args, options)
         except AsaError:
             raise
         except Exception as error:  # torch may raise anything on few samples
@@ -521,7 +513,7 @@ class Watched(Tensor):
         splits_samples = _sample_by_sample(func, args, tape.rows, result)
         if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
             tape.problem = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        if not tensors_of(result):
             return result
         if func == _DATA:
             func = Tensor.detach
@@ -648,7 +640,7 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
     inputs = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
-        return leaf if id(leaf) in inputs else _as_plain(leaf)
+        return leaf if id(leaf) in inputs else as_plain(leaf)
 
     return pytree.tree_map(plain, result)
 
@@ -669,18 +661,14 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
     return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
 
 
-def _as_plain(leaf: Any) -> Any:
+def as_plain(leaf: Any) -> Any:
+    """``leaf``, without a recording of its operations if it is a tensor."""
     return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) else leaf
 
 
 def _is_computed(result: Any, args: Any) -> bool:
     """Whether an attribute is part of the computation (``x.T``), and not information about it (``x.grad``)."""
     return isinstance(result, Tensor) and result.requires_grad == args[0].requires_grad
-
-
-def _run_plain(func: Any, args: Any, options: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **options)
 
 
 def watched_in(values: Any) -> Iterator[Watched]:
@@ -694,10 +682,11 @@ def _skip_in_compile() -> None:
     """Make ``torch.compile``, where a program uses it, skip functions that get recorded tensors."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     wrapper: Any = getattr(module, "CatchErrorsWrapper", None)
-    if wrapper is None or hasattr(wrapper.__call__, "asa"):
-        return
-    original = wrapper.__call__
+    if wrapper is not None:
+        replace_once(wrapper, "__call__", _skipping)
 
+
+def _skipping(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, frame: Any, *rest: Any) -> Any:
         if next(watched_in(list(frame.f_locals.values())), None) is None:
             return original(self, frame, *rest)
@@ -706,8 +695,7 @@ def _skip_in_compile() -> None:
         why = "a tensor in it is written down"
         return kinds.ConvertFrameReturn(frame_exec_strategy=once, apply_to_code=False, skip_reason=why)
 
-    run.asa = True  # type: ignore[attr-defined]
-    wrapper.__call__ = run
+    return run
 
 
 def functions_followed(on: bool) -> None:
@@ -727,7 +715,7 @@ def functions_followed(on: bool) -> None:
         tape = next((t.tape for t in watched_in((args, options))), None)
         if tape is None:
             return run(*args, **options)
-        result = _run_plain(run, args, options)
+        result = run_plain(run, args, options)
         return result if tape.problem else tape.note(run, args, options, result)
 
     wrapped: Any = classmethod(apply)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from math import isclose
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from asa.api.losses.tape import Watched
 from asa.api.losses.trial import Trial
 from asa.api.messages import say
+from asa.api.patching import replace_once
 from asa.api.rank_context import RankContext
 from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.api.steps.in_step import BACKWARD
@@ -71,7 +72,7 @@ class Terms:
             odd = len(nodes) > 0 and any(_differs_from_rows(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
         if not self._counting:
-            if not self._warned and any(_weight(n) != n._saved_target.numel() for n in nodes):
+            if not self._warned and any(denominator_of(n) != n._saved_target.numel() for n in nodes):
                 self._warned = True
                 warnings.warn(
                     "targets are ignored by the loss for the first time now: from here on a rank's mean counts by its "
@@ -84,7 +85,7 @@ class Terms:
         weights[0] = float(len(nodes))
         of_calls = [weight if (call := node.metadata.get(_OF_CALL)) is None else call[0] for node in nodes]
         for i, node in enumerate(nodes[:_MOST_TERMS]):
-            weights[1 + i] = _weight(node) if of_calls[i] else 0.0
+            weights[1 + i] = denominator_of(node) if of_calls[i] else 0.0
         by_rank = self._votes.gather(weights)
         # A rank without counted samples may have computed something else, such as 0 * outputs.
         if len({f[0] for f in by_rank if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
@@ -134,7 +135,8 @@ _GATHERED = "_ToTorchTensorBackward"
 
 def _smoothing(node: Any) -> list[Any]:
     """The division nodes that label smoothing adds to a cross-entropy; they have the same denominator."""
-    return [n for n in node.metadata.get(_RELATED, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
+    divided_by, related = denominator_of(node), node.metadata.get(_RELATED, ())
+    return [n for n in related if isclose(float(n._saved_other), divided_by, rel_tol=1e-5)]
 
 
 def _smoothed(node: Any) -> Any:
@@ -192,7 +194,7 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
             if not marked[1]:
                 continue
         names.append(node.name())
-        if names[-1] in _MEANS and node._saved_reduction == _MEAN:
+        if is_mean_cross_entropy(node):
             terms.append(node)
             node.metadata[_OF_CALL] = call
         elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
@@ -283,30 +285,38 @@ def _average_gathered(model: LearningModel, gathered: list[Any]) -> list[Any]:
     return [node.register_prehook(lambda grads: average(grads, None)) for node in gathered]
 
 
-def _calls_below(node: Any) -> set[tuple[float, int]]:
-    """Weights and rows of the calls of models from whose outputs ``node`` is computed."""
-    pending, visited, calls = [node], set[Any](), set[tuple[float, int]]()
+def _below(roots: Iterable[Any], *, stop_at_outputs: bool) -> Iterator[Any]:
+    """Autograd's nodes ``roots`` and those below them, each once, and not too many. With ``stop_at_outputs`` none
+    below an output of a model."""
+    pending, visited = [*roots], set[Any]()
     while pending and len(visited) < _MOST_NODES:
         node = pending.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
-        marked = node.metadata.get(_MARK)
-        if marked is None:
+        yield node
+        if not stop_at_outputs or _MARK not in node.metadata:
             pending.extend(following for following, _ in node.next_functions)
-        else:
-            calls.add(marked[2])
-    return calls
 
 
-def _weight(node: Any) -> float:
-    """Denominator of the mean."""
+def _calls_below(node: Any) -> set[tuple[float, int]]:
+    """Weights and rows of the calls of models from whose outputs ``node`` is computed."""
+    return {n.metadata[_MARK][2] for n in _below([node], stop_at_outputs=True) if _MARK in n.metadata}
+
+
+def is_mean_cross_entropy(node: Any) -> bool:
+    """Whether autograd's ``node`` is that of a cross-entropy that divides by the weight of its targets."""
+    return bool(node.name() in _MEANS and node._saved_reduction == _MEAN)
+
+
+def denominator_of(node: Any) -> float:
+    """What a mean cross-entropy divides by, according to its ``node``."""
     return float(node._saved_total_weight)
 
 
 def _differs_from_rows(node: Any, rows: int) -> bool:
     targets = node._saved_target
-    return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
+    return node._saved_weight is not None or targets.numel() != rows or denominator_of(node) != targets.numel()
 
 
 def _other_batches(model: LearningModel) -> None:
@@ -330,19 +340,13 @@ def _check_no_layers(roots: list[Tensor]) -> None:
     """
     models = [m.parallel for m in watched_models() if m.parallel is not None and m.rank_context.ranks > 1]
     own = {id(p) for m in models for p in m.parameters()}
-    pending, visited = [r.grad_fn for r in roots], set[Any]()
-    while pending and len(visited) < _MOST_NODES:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
+    for node in _below((r.grad_fn for r in roots), stop_at_outputs=False):
         if id(getattr(node, "variable", None)) in own:
             raise UsageError(
                 "a loss goes through layers of the model without a call of it (modules of model.modules(), or those "
                 "it was made of), and ranks do not add up such gradients: call model(...), model.layer(...) or "
                 "model[i](...)"
             )
-        pending.extend(following for following, _ in node.next_functions)
 
 
 _last_called: list[Any] = []
@@ -364,10 +368,10 @@ def record_call(model: LearningModel) -> None:
 
 def follow_backwards() -> None:
     """Look at every loss that is differentiated from now on."""
-    original = torch.autograd.backward
-    if hasattr(original, "asa"):
-        return
+    replace_once(torch.autograd, "backward", _with_terms)
 
+
+def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if isinstance(inputs := options.get("inputs"), Sequence):
@@ -417,5 +421,4 @@ def follow_backwards() -> None:
             if called.watch is not None:
                 called.watch.stepped(full=called.full)
 
-    backward.asa = True  # type: ignore[attr-defined]
-    torch.autograd.backward = backward
+    return backward

@@ -14,7 +14,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from asa.api.losses.comparison import Comparison, Difference
 from asa.api.losses.tape import Readings, Tape, Watched, functions_followed, of_this_rank, watched_in
@@ -24,6 +23,7 @@ from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.api.steps.in_step import DECISION, REMEDY
 from asa.errors import UsageError
 from asa.ir.layout import bounds
+from asa.sharding.split.local_parts import local
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
@@ -327,8 +327,7 @@ class Trial:
 
 
 def _memory(tensor: Tensor) -> int:
-    held = getattr(tensor, "held", tensor)  # of a part of a split parameter
-    return int((held.to_local() if isinstance(held, DTensor) else held).detach().untyped_storage().data_ptr())
+    return int(local(tensor).detach().untyped_storage().data_ptr())
 
 
 def _do_nothing() -> None:

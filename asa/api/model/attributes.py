@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils import _pytree as pytree
 
 from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.api.tensors.parameter_tools import view_of_whole
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
-from asa.tracing.whole import WholeModel
+from asa.tracing.whole import WholeModel, tensors_of
 
 _NUMBERS = int | float | complex | str | None
 """Types of attributes of which a trace keeps the value."""
@@ -311,7 +310,7 @@ def _method(model: DistributedModelBase, name: str, /, *args: Any, **options: An
             return run(model.origin)(*args, **options)
         with preserved(model.origin), _weights_preserved(model.origin):
             result = run(model.origin)(*args, **options)
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+        if not any(t.requires_grad for t in tensors_of(result)):
             if result is None:
                 gives_nothing.add(name)
             return run(model.origin)(*args, **options)
@@ -331,7 +330,7 @@ def _of_a_copy(model: DistributedModelBase, name: str, args: Any, options: dict[
     state = {n: t.clone() for n, t in copied.state_dict().items() if isinstance(t, Tensor)}
     numbers = {path: plain_attributes(m) for path, m in copied.named_modules()}
     result = attrgetter(name)(copied)(*args, **options)
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+    if any(t.requires_grad for t in tensors_of(result)):
         raise UsageError(
             f"model.{name}() computes with gradients, and ranks hold parts of the model under {model.plan.strategy}: "
             "plan with strategies=('ddp',), or call it under torch.no_grad()"

@@ -21,6 +21,7 @@ from asa.errors import UsageError
 from asa.ir.plan import Plan
 from asa.tracing.preserve import preserved
 from asa.tracing.records import numbers_in, understood
+from asa.tracing.whole import tensors_of
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS, FOLLOWS = -1.0, -2.0
@@ -53,9 +54,7 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
     if call is None:
         return 0.0
     try:
-        samples = samples_of(call)
-        if samples < 2 * _FEWEST:  # a single sample has no batch statistics
-            call, samples = _doubled(call, samples), 2 * samples
+        call, samples = _of_several(call, 2 * _FEWEST)  # a single sample has no batch statistics
         with preserved(model), torch.no_grad(), _WithoutBatchStatistics() if exact else nullcontext():
             for module in model.modules():
                 if isinstance(module, _NormBase) or "drop" in type(module).__name__.lower():
@@ -75,9 +74,7 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
     if call is None:
         return 1
     try:
-        samples, device = samples_of(call), device_of(model)
-        if samples < 2 * _FEWEST:
-            call, samples = _doubled(call, samples), 2 * samples
+        (call, samples), device = _of_several(call, 2 * _FEWEST), device_of(model)
     except Exception:  # the inputs cannot be cut into samples
         return 1
 
@@ -96,7 +93,7 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
                 output = _run(model, call, samples, slice(0, count), device)
         except Exception:  # any error of the model on so few samples
             return False
-        outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        outputs = [t for t in tensors_of(output) if t.is_floating_point()]
         return all(bool(t.isfinite().all()) for t in outputs)
 
     if runs(1):
@@ -120,9 +117,7 @@ class Scored(nn.Module):
 
 def keeps_rows(model: nn.Module, call: Call) -> bool:
     """Whether the model keeps state with one row per sample between calls, such as a recurrent state."""
-    samples, device = samples_of(call), device_of(model)
-    if samples < 2:
-        call, samples = _doubled(call, samples), 2 * samples
+    (call, samples), device = _of_several(call, 2), device_of(model)
     one, all_ = slice(0, 1), slice(0, samples)
 
     def fails(*runs: slice) -> bool:
@@ -239,8 +234,11 @@ def _numbers(model: nn.Module, output: Any) -> dict[str, Tensor]:
     return {k: t for k, t in candidates.items() if isinstance(t, Tensor) and not t.dim() and t.grad_fn is not None}
 
 
-def _doubled(call: Call, samples: int) -> Call:
-    """The call with every sample repeated once."""
+def _of_several(call: Call, least: int) -> tuple[Call, int]:
+    """The call and its number of samples; each is repeated once if there are fewer than ``least``."""
+    samples = samples_of(call)
+    if samples >= least:
+        return call, samples
 
     def twice(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -249,7 +247,8 @@ def _doubled(call: Call, samples: int) -> Call:
             return [one for one in value for _ in range(2)]
         return tuple(map(twice, value)) if type(value) is tuple else value
 
-    return Call(tuple(map(twice, call.args)), {name: twice(value) for name, value in call.options.items()})
+    options = {name: twice(value) for name, value in call.options.items()}
+    return Call(tuple(map(twice, call.args)), options), 2 * samples
 
 
 def _gradient_change(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:

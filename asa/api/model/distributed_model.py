@@ -13,7 +13,6 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -29,6 +28,7 @@ from asa.api.model.attributes import traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
 from asa.api.model.notes import drawing
 from asa.api.model.optimizers import hand_over
+from asa.api.plans.planning import check_plain
 from asa.api.rank_context import RankContext, meet_at
 from asa.api.steps.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.steps.in_step import FORWARD, OTHER_ROWS, UPDATE
@@ -47,9 +47,11 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.layers.batchnorm import counted, synchronised
 from asa.sharding.split import TensorPart
+from asa.sharding.split.local_parts import local
 from asa.tracing.preserve import preserved
 from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.tracer import reason_of
+from asa.tracing.whole import tensors_of
 
 
 def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
@@ -63,11 +65,12 @@ def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
 
 
 def check_new(model: nn.Module) -> None:
-    """Check that ``model`` has no model that was distributed before.
+    """Check that no part of ``model`` was distributed before, before any rank waits for another.
 
     Raises:
-        UsageError: it has one.
+        UsageError: one was, by this package or by torch.
     """
+    check_plain(model)
     if any(isinstance(m, DistributedModel) and m.parallel is not None for m in model.modules()):
         raise UsageError(
             "the model is one that asa.parallelize returned: call it once for each model, and evaluate over a loader "
@@ -76,8 +79,8 @@ def check_new(model: nn.Module) -> None:
 
 
 def distributed_models() -> list[DistributedModel]:
-    """All distributed models of this process that are in use."""
-    return list(_models)
+    """Models that several ranks share, as long as they exist."""
+    return [m for m in _models if m.parallel is not None and m.rank_context.ranks > 1]
 
 
 def _keeps_nothing_of_inference(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +196,8 @@ class DistributedModel(ModelInterface):
             )
         if parallel is not None and parallel.called:
             return self.call(None, args, options)
-        if self.views is not None and any(self.views.splits) and any(_views_in(self.parts)):
+        splits = self.views is not None and any(self.views.splits)
+        if splits and any(isinstance(p, TensorPart) for p in self.parts.parameters()):
             raise UsageError(
                 "torch.func.functional_call hands the model whole parameters, and ranks compute with parts of them: "
                 "plan with strategies=('ddp',), or call a plain copy (copy.deepcopy(model))"
@@ -389,7 +393,7 @@ class DistributedModel(ModelInterface):
         tried: the result is whether an earlier call had more samples than this rank has now."""
         rows, total = len(share.rows), share.total
         if not self._computes_alone:
-            whole = any(t.shape[:1] == (total,) for t in pytree.tree_leaves((args, options)) if isinstance(t, Tensor))
+            whole = any(t.shape[:1] == (total,) for t in tensors_of((args, options)))
             return self.most > rows or whole
 
         def more(leaf: Any) -> Any:
@@ -436,7 +440,7 @@ class DistributedModel(ModelInterface):
         assert self.parallel is not None
         meet_at("a change by which the model runs whole")
         gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
-        if self.rank_context.votes.anyone(any(bool(local_part(g).any()) for g in gradients)):
+        if self.rank_context.votes.anyone(any(bool(local(g).any()) for g in gradients)):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
@@ -546,7 +550,7 @@ class DistributedModel(ModelInterface):
         """A number for the last sample of a call with more samples than this rank has of the batch; otherwise 0."""
         if self.share is None or not self.training or rows <= len(self.share.rows) or self._said_of_added:
             return 0.0
-        leaf = next((t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.shape[:1] == (rows,)), None)
+        leaf = next((t for t in tensors_of(inputs) if t.shape[:1] == (rows,)), None)
         return 0.0 if leaf is None else fingerprints(leaf[-1:].detach().as_subclass(Tensor))[0]
 
     def _say_of_added_samples(self, rows: int) -> None:
@@ -567,12 +571,12 @@ class DistributedModel(ModelInterface):
     def _from_loader(self, inputs: Any) -> bool:
         """Whether the inputs of the model are unchanged tensors of the loader."""
         yielded = self.__dict__.get("yielded", ())
-        return any(isinstance(t, Tensor) and _where(t) in yielded for t in pytree.tree_leaves(inputs))
+        return any(_where(t) in yielded for t in tensors_of(inputs))
 
     def yields(self, batch: Any) -> None:
         """Record the batch that the loop receives."""
         self.__dict__["calls_of_batch"] = []
-        self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
+        self.__dict__["yielded"] = {_where(t) for t in tensors_of(batch) if t.dim()}
 
     def _warn_of_parts(self, rows: int, share_rows: int) -> None:
         """Warn once that a piece of a rank's samples does not correspond to a piece on one device."""
@@ -600,7 +604,7 @@ class DistributedModel(ModelInterface):
         """
         if self._independent or self.parallel is None or not batches.collates_locally:
             return
-        shapes = [tuple(t.shape[1:]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+        shapes = [tuple(t.shape[1:]) for t in tensors_of(batch)]
         checksums = self.rank_context.votes.gather([float(zlib.crc32(repr(shapes).encode()))])
         if len({f[0] for f in checksums}) > 1:
             raise UsageError(
@@ -747,11 +751,6 @@ def _in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1  # type: ignore[attr-defined]
 
 
-def _views_in(parts: nn.Module) -> Iterator[bool]:
-    """Whether each parameter of ``parts`` is what a program sees of it, in place of the rank's part."""
-    return (isinstance(p, TensorPart) for p in parts.parameters())
-
-
 def _hooks_of(module: nn.Module) -> tuple[int, int]:
     """Numbers of hooks of a module: on its inputs and outputs, and on their gradients."""
     forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
@@ -762,11 +761,6 @@ def _global_hooks() -> tuple[int, int]:
     """Numbers of hooks of all modules of the process, as in :func:`_hooks_of`."""
     forward = len(module_hooks._global_forward_hooks) + len(module_hooks._global_forward_pre_hooks)
     return forward, len(module_hooks._global_backward_hooks) + len(module_hooks._global_backward_pre_hooks)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor`` that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _where(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

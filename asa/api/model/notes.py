@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -37,11 +37,39 @@ def check_exact(plan: Plan, norms: Sequence[str]) -> None:
         )
 
 
-def differing(
+def differences(
+    plan: Plan, model: ParallelModel, norms: Sequence[str], writes: Sequence[str], batch_norm: Literal["local", "exact"]
+) -> list[str]:
+    """Sentences on what ``model`` computes otherwise under ``plan`` than on one device: in ``norms``
+    (:func:`trained_norms`), in other buffers that forward changed, in embeddings with ``max_norm``, and by ``writes``,
+    the parameters that forward changes.
+
+    Raises:
+        UsageError: forward cannot change ``writes``, because ranks hold shards of one, or components run, which were
+            traced and change nothing.
+    """
+    _check_written(model, writes)
+    notes = _of_buffers(plan, norms, model.changed, batch_norm)
+    if max(layout.data for layout in plan.layouts()) == 1:  # ranks read the same rows
+        return notes
+    shortened = [n for c in model.components for n, m in c.named_modules() if getattr(m, "max_norm", None) is not None]
+    if shortened:
+        notes.append(
+            f"{_several(shortened)} shortens rows of its weight in forward (max_norm), on each rank those of its "
+            "samples, and not where ranks hold shards: weights differ from one device's; leave max_norm out, and "
+            "shorten the parameter in the loop behind each update"
+        )
+    if writes:
+        notes.append(
+            f"forward changes {_several(writes)}, which are parameters: on each rank by the samples it computes; make "
+            "them buffers, or change them in the loop by numbers of all ranks (asa.reduce)"
+        )
+    return notes
+
+
+def _of_buffers(
     plan: Plan, norms: Sequence[str], changed: Mapping[str, torch.dtype], batch_norm: Literal["local", "exact"]
 ) -> list[str]:
-    """Sentences about ``norms`` (:func:`trained_norms`) and other buffers that forward ``changed``, with their
-    types."""
     notes = []
     ranks, parts = max(layout.data for layout in plan.layouts()), plan.num_microbatches
     share = max(1, plan.global_batch // (ranks * parts))
@@ -61,34 +89,7 @@ def differing(
     return notes
 
 
-def renormalised(plan: Plan, components: Iterable[nn.Module]) -> list[str]:
-    """A sentence on embeddings that change rows of their weight in forward, if ranks read other rows."""
-    names = [n for part in components for n, m in part.named_modules() if getattr(m, "max_norm", None) is not None]
-    if not names or max(layout.data for layout in plan.layouts()) == 1:
-        return []
-    return [
-        f"{_several(names)} shortens rows of its weight in forward (max_norm), on each rank those of its samples, and "
-        "not where ranks hold shards: weights differ from one device's; leave max_norm out, and shorten the parameter "
-        "in the loop behind each update"
-    ]
-
-
-def written_by_samples(plan: Plan, names: Sequence[str]) -> list[str]:
-    """A sentence on parameters ``names`` that forward changes, if ranks compute other samples."""
-    if not names or max(layout.data for layout in plan.layouts()) == 1:
-        return []
-    return [
-        f"forward changes {_several(names)}, which are parameters: on each rank by the samples it computes; make them "
-        "buffers, or change them in the loop by numbers of all ranks (asa.reduce)"
-    ]
-
-
-def check_written(model: ParallelModel, names: Sequence[str]) -> None:
-    """Check that forward can change the parameters ``names``.
-
-    Raises:
-        UsageError: ranks hold shards of one, or components run, which were traced and change nothing.
-    """
+def _check_written(model: ParallelModel, names: Sequence[str]) -> None:
     if name := next((n for n in cut_parameters(model) if n in names), None):
         raise UsageError(
             f"forward changes {name}, of which ranks hold shards under this plan: make it a buffer, or plan with "

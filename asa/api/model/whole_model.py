@@ -19,8 +19,7 @@ from asa.api.messages import say
 from asa.api.model.attributes import part_of
 from asa.api.model.optimizer_states import load_states, over_local_tensors
 from asa.api.model.optimizers import Rebinding
-from asa.api.model.template import ModelTemplate
-from asa.api.plans.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one
+from asa.api.plans.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one, request_of
 from asa.api.plans.planning import measured, spec_of
 from asa.api.rank_context import RankContext
 from asa.api.tensors.names import StateNames
@@ -28,14 +27,14 @@ from asa.api.tensors.views import TensorViews
 from asa.errors import AsaError, UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_optimizer_state
-from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
+from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.plan import Assignment, DataDegree, DataStrategyName, Plan, Stage, TensorDegree
-from asa.planner import Request, parse_pin, usual_limit
+from asa.ir.plan import UNSPLIT, Assignment, DataDegree, DataStrategyName, Plan, Stage
 from asa.planner import plan as solve
-from asa.strategies import offered
+from asa.planner import usual_limit
 from asa.tracing import TracedModel, called
+from asa.tracing.preserve import with_parameters
 
 if TYPE_CHECKING:
     from asa.api.model.distributed_model import DistributedModel
@@ -118,14 +117,8 @@ def _measure_and_plan(
     )  # fmt: skip
     links = cluster(profile)
     assert links is not None
-    strategies: Strategies = replace(offered(), offload=False, schedules={})
-    request = Request(
-        gpus=context.ranks, global_batch=options.global_batch, memory_bytes=options.memory_bytes,
-        strategies=names or tuple(DATA), pins=tuple(parse_pin(text) for text in options.pins),
-        optimizer=options.optimizer, time_limit_s=usual_limit(context.ranks), top_k=8, uneven=False,
-    )  # fmt: skip
-    plans = solve(profile, links, strategies, request)
-    for plan in plans:
+    asked = replace(options, strategies=names or tuple(DATA), pipelines=False, no_shards_because="")
+    for plan in solve(profile, links, *request_of(context.ranks, asked, usual_limit(context.ranks))):
         (only,) = plan.components
         if only.data.degree == context.ranks and not only.checkpoint:
             plan_of_model = replace(
@@ -153,10 +146,8 @@ def by_hand(
     full = state > _FULL * room
     name = next(iter(names or (("fsdp",) if full else ("ddp",))))
     base = plan_of_one(model, traced, options)
-    only = Assignment(
-        name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=context.ranks),
-        tensor=TensorDegree(strategy="none", degree=1),
-    )  # fmt: skip
+    data = DataDegree(strategy=DATA[name], degree=context.ranks)
+    only = Assignment(name="model", stage=0, data=data, tensor=UNSPLIT)
     memory = base.prediction.memory_bytes_per_rank * context.ranks
     return replace(
         base, strategy=name, gpus=context.ranks, components=(only,), stages=(Stage(ranks=tuple(range(context.ranks))),),
@@ -173,6 +164,21 @@ def _stored_plan(context: RankContext, traced: TracedModel, call: Call | None, o
         context, options, whole=traced.model_fingerprint, call=inputs, names=sorted(call.options),
         parts=not options.no_shards_because,
     )  # fmt: skip
+
+
+class ModelTemplate:
+    """A model without its weights, as a template for complete ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, _ = with_parameters(model, [model], lambda p: p.detach().to("meta"))
+
+    def copy(self) -> nn.Module:
+        """A model with small random weights (a trace compares outputs, which must not all be equal)."""
+        generator = torch.Generator().manual_seed(0)
+        model, _ = with_parameters(
+            self._model, [self._model], lambda p: torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype)
+        )
+        return model
 
 
 def spare_of(model: nn.Module) -> ModelTemplate | None:

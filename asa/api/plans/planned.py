@@ -34,7 +34,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.consistency import is_discipline, parse
 from asa.ir.measurements import Measurements
-from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
+from asa.ir.plan import ONE_COPY, UNSPLIT, Assignment, Certificate, OptimizerName, Plan, Prediction, Stage
 from asa.ir.profile import Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
@@ -228,7 +228,7 @@ def named_or_measured(context: RankContext, options: PlanOptions) -> Callable[[P
     return lambda profile: _links(context, options, cluster, profile)
 
 
-def _request_of(ranks: int, options: PlanOptions, limit_s: float) -> tuple[Strategies, Request]:
+def request_of(ranks: int, options: PlanOptions, limit_s: float) -> tuple[Strategies, Request]:
     """Strategies and request for the planner."""
     # The user's optimizer determines where its state is.
     strategies: Strategies = replace(offered(), offload=False)
@@ -261,7 +261,7 @@ def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, options: P
     Raises:
         InfeasibleError: no plan fits.
     """
-    plans = _runnable(solve(profile, cluster, *_request_of(ranks, options, limit_s)), options)
+    plans = _runnable(solve(profile, cluster, *request_of(ranks, options, limit_s)), options)
     if not plans:
         raise InfeasibleError("every plan that fits computes a batch in several parts")
     return plans[0]
@@ -288,7 +288,7 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, options: PlanOp
     Raises:
         InfeasibleError: no plan fits.
     """
-    strategies, request = _request_of(ranks, options, usual_limit(ranks))
+    strategies, request = request_of(ranks, options, usual_limit(ranks))
     plans = solve(profile, cluster, strategies, request)
     fitting = next((plan for plan in (_widened(p, ranks) for p in _runnable(plans, options)) if plan is not None), None)
     if fitting is not None:
@@ -429,15 +429,7 @@ def usual_cache() -> Path:
 
 def plan_of_one(model: nn.Module, traced: TracedModel, options: PlanOptions) -> Plan:
     """The plan for one rank of a model called as a whole. There is no choice, so nothing is measured."""
-    components = tuple(
-        Assignment(
-            name=c.name,
-            stage=0,
-            data=DataDegree(strategy="replicate", degree=1),
-            tensor=TensorDegree(strategy="none", degree=1),
-        )
-        for c in traced.components
-    )
+    components = tuple(Assignment(name=c.name, stage=0, data=ONE_COPY, tensor=UNSPLIT) for c in traced.components)
     return Plan(
         model_spec=spec_of(model), model_fingerprint=traced.model_fingerprint, profile_fingerprint="0" * 16,
         cluster="alone", cluster_fingerprint="0" * 16, input_shape=(1,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from asa.ir.plan import OptimizerName, Plan
 from asa.ir.profile import DeviceRecord, Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +58,6 @@ def plan(
         UnavailableError: no cluster is named, and none with enough such devices is known.
         InfeasibleError: no plan fits; names the limiting constraint and the nearest remedy.
     """
-    from asa.strategies import offered
-
     if not isinstance(model, Profile):
         check_model(model)
     wishes = read(strategies=strategies, pins=pins, memory_bytes=memory_bytes, optimizer=optimizer)
@@ -159,8 +159,6 @@ def measured(
     limit_s: float, max_degree: int = 8, device: torch.device | None = None,
 ) -> Profile:  # fmt: skip
     """A profile of a copy of ``model``, measured now on ``device``, or on the device of its parameters."""
-    import copy
-
     from asa.profiler.measure import profile_module
     from asa.tracing import histories
 
@@ -184,8 +182,6 @@ def estimated(
     precision: Precision, gpus: int,
 ) -> Profile:  # fmt: skip
     """Estimated profile of ``model`` on the devices of ``cluster``, from its structure."""
-    import copy
-
     from asa.cost.machine.estimate import estimate
     from asa.sharding.layers.structure import stripped, structure_of
     from asa.tracing import histories

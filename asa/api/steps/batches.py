@@ -20,15 +20,17 @@ from asa.api.steps.orders import Orders, own_state, put_back, samplers, sharing_
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
+from asa.tracing.preserve import foreign_random
 from asa.tracing.records import understood
 from asa.tracing.tracer import reason_of
+from asa.tracing.whole import tensors_of
 
 _COMPARED_ELEMENTS = 4096
 """Number of elements of each tensor by which batches are compared."""
 _COMPARED_SAMPLES = 8
+"""Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 _READ_BATCHES = 4096
 """Number of batches of a sampler that are looked at for the size of the largest."""
-"""Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 
 Rows = Callable[[int], list[int]]
 """Function from the number of samples in a batch to the rows that this rank loads."""
@@ -71,7 +73,7 @@ def samples_in(batch: Any) -> int:
 
 def _rows_in(batch: Any) -> list[int]:
     """Numbers of rows of the tensors in ``batch``."""
-    return [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return [t.shape[0] for t in tensors_of(batch) if t.dim()]
 
 
 def rows_made(batch: Any, samples: int) -> int:
@@ -81,7 +83,7 @@ def rows_made(batch: Any, samples: int) -> int:
     Raises:
         UsageError: neither.
     """
-    found = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    found = set(_rows_in(batch))
     if samples in found:
         return samples
     if len(found) == 1 and 0 < (rows := found.pop()) < samples:
@@ -104,7 +106,7 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     indices = list(rows)
     if total is None:
         total = samples_in(batch)
-    elif not any(isinstance(leaf, Tensor) and leaf.shape[:1] == (total,) for leaf in pytree.tree_leaves(batch)):
+    elif not any(t.shape[:1] == (total,) for t in tensors_of(batch)):
         raise UsageError(f"labels of type {type(batch).__name__} have no tensor with a row for each of {total} samples")
     consecutive = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
 
@@ -118,7 +120,7 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     def listed(node: Any) -> bool:
         if node is batch or type(node) not in (list, tuple) or len(node) != total:
             return False
-        return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node))
+        return not tensors_of(node)
 
     return pytree.tree_map(selected, batch, is_leaf=listed)
 
@@ -132,8 +134,8 @@ def fingerprints(batch: Any) -> tuple[float, float]:
     """Two checksums of a batch: over tensors of all types, and over those of whole numbers; 0 if there are none.
     Batches that are bitwise equal have equal checksums."""
     everything = integers = 0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
+    for leaf in tensors_of(batch):
+        if leaf.numel() and leaf.layout is torch.strided:
             part = leaf.detach().reshape(-1)[:_COMPARED_ELEMENTS].contiguous().cpu()
             part = part.as_strided(part.shape, (1,))  # a single element is contiguous with any stride
             number = 1 + zlib.crc32(part.view(torch.uint8).numpy().tobytes())
@@ -146,22 +148,15 @@ def fingerprints(batch: Any) -> tuple[float, float]:
 @contextmanager
 def restored_afterwards(loader: Any) -> Iterator[None]:
     """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
-    import random
-
-    import numpy
-
     dataset = getattr(loader, "dataset", None)
     states = [kept for holder in (*samplers(loader).values(), dataset) for kept in own_state(holder)]
     if isinstance(generator := getattr(loader, "generator", None), torch.Generator):
         states.append((generator.set_state, generator.get_state()))
-    python, arrays = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), foreign_random():
             yield
     finally:
         put_back(states)
-        random.setstate(python)
-        numpy.random.set_state(arrays)
         if isinstance(loader, DataLoader) and loader.persistent_workers:
             loader._iterator = None
 

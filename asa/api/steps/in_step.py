@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet, ref
 
 import torch
@@ -55,6 +55,37 @@ REMEDY = (
     "by one of all ranks, asa.reduce(x); or some ranks called the model more often (until their samples have ended, "
     "if rank == 0): call it on all alike"
 )
+
+_ALIKE = {
+    "weights": "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a rank's "
+    "own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)",
+    "parts": "the loop computed parameters, gradients or states that ranks hold in parts with numbers that differ "
+    "between ranks (a loss, an answer, what was drawn or kept of a rank's samples): one device has one of all; make it "
+    "one of all ranks, asa.reduce(x)",
+    "written": "gradients that the loop wrote differ between ranks: they were made of numbers of a rank's own samples "
+    "(its loss, its outputs), and one device has one of all; make them of asa.reduce(x)",
+    "others": "parameters of an optimizer that was not handed to asa.parallelize are no longer the same on all ranks: "
+    "each updates its own by its samples; hand the module and its optimizer to a call of asa.parallelize of their own",
+}
+"""Figures that have to be the same on all ranks, and what is printed if they are not."""
+
+
+class _Figures(NamedTuple):
+    """What a rank tells the others behind each batch: numbers of passes and updates, the optimizers' settings and first
+    learning rate, sizes of what has to be :data:`_ALIKE`, and answers (0 or 1)."""
+
+    shared: float
+    updates: float
+    settings: float
+    rate: float
+    weights: float
+    asks: float
+    derived: float
+    edge: float
+    others: float
+    parts: float
+    single: float
+    written: float
 
 
 class InStep:
@@ -199,28 +230,17 @@ class InStep:
         settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _COMPARED_SETTINGS)
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
         weights = _size(model) if number < _LOOKS else 0.0
-        figures = torch.tensor(
-            [
-                self.shared,
-                self.updates,
-                number_of(settings),
-                *(rates[:1] or [0.0]),
-                weights,
-                float(asks),
-                float(self.derived),
-                float(edge),
-                _size_of(self._others),
-                operands.figure(),
-                float(self.single),
-                sum(each.item() for each in self._written),
-            ],
-            dtype=torch.float64,
-        )
+        figures = _Figures(
+            shared=self.shared, updates=self.updates, settings=number_of(settings), rate=(rates[:1] or [0.0])[0],
+            weights=weights, asks=asks, derived=self.derived, edge=edge, others=_size_of(self._others),
+            parts=operands.figure(), single=self.single, written=sum(each.item() for each in self._written),
+        )  # fmt: skip
+        wire = torch.tensor(figures, dtype=torch.float64)
         self._written.clear()
         self.derived = False
         requested = self._check_pending()
-        by_rank = [torch.empty_like(figures) for _ in range(self.ranks)]
-        self._pending = dist.all_gather(by_rank, figures, group=self._group, async_op=True), by_rank
+        by_rank = [torch.empty_like(wire) for _ in range(self.ranks)]
+        self._pending = dist.all_gather(by_rank, wire, group=self._group, async_op=True), by_rank
         if wait:
             requested = self._check_pending() or requested
         return requested
@@ -234,52 +254,31 @@ class InStep:
             self._wait(work)
         with others_may_leave():
             work.wait()
-        every = [each.tolist() for each in by_rank]
-        if len({tuple(e[:2]) for e in every}) > 1:
-            counts = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
+        every = [_Figures(*each.tolist()) for each in by_rank]
+        if len({(f.shared, f.updates) for f in every}) > 1:
+            counts = ", ".join(f"rank {r} {int(f.shared)} and {int(f.updates)}" for r, f in enumerate(every))
             self.leave()
             raise UsageError(f"ranks differ in how many passes they shared and updates they made: {counts}; {REMEDY}")
-        if len({e[7] for e in every}) > 1:
+        if len({f.edge for f in every}) > 1:
             at = ", ".join(
-                f"rank {r} {'begins or ends an epoch' if e[7] else 'is within one'}" for r, e in enumerate(every)
+                f"rank {r} {'begins or ends an epoch' if f.edge else 'is within one'}" for r, f in enumerate(every)
             )
             self.leave()
             raise UsageError(f"ranks are at different places of their loops: {at}; {REMEDY}")
-        if len({e[2] for e in every}) > 1:
+        if len({f.settings for f in every}) > 1:
             self._warn(
                 f"hyperparameters of the optimizer differ between ranks (the first learning rate is "
-                f"{', '.join(f'{e[3]:.6g}' for e in every)}): they were made of a number of a rank's own (its loss, "
+                f"{', '.join(f'{f.rate:.6g}' for f in every)}): they were made of a number of a rank's own (its loss, "
                 "its metric), and weights part; make them of one of all ranks, asa.reduce(x)"
             )
-        sizes = [e[4] for e in every]
-        if max(sizes) - min(sizes) > 1e-6 * max(sizes):
-            self._warn(
-                "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
-                "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
-            )
-        numbers = [e[9] for e in every]
-        if max(numbers) - min(numbers) > 1e-6:
-            self._warn(
-                "the loop computed parameters, gradients or states that ranks hold in parts with numbers that differ "
-                "between ranks (a loss, an answer, what was drawn or kept of a rank's samples): one device has one of "
-                "all; make it one of all ranks, asa.reduce(x)"
-            )
-        written = [e[11] for e in every]
-        if max(written) - min(written) > 1e-6 * max(written):
-            self._warn(
-                "gradients that the loop wrote differ between ranks: they were made of numbers of a rank's own samples "
-                "(its loss, its outputs), and one device has one of all; make them of asa.reduce(x)"
-            )
-        others = [e[8] for e in every]
-        if max(others) - min(others) > 1e-6 * max(others):
-            self._warn(
-                "parameters of an optimizer that was not handed to asa.parallelize are no longer the same on all "
-                "ranks: each updates its own by its samples; hand the module and its optimizer to a call of "
-                "asa.parallelize of their own"
-            )
-        self.singly = self.singly or any(e[10] for e in every)
-        self._trusted = 0 if any(e[6] for e in every) else self._trusted + 1
-        return any(e[5] for e in every)
+        for name, text in _ALIKE.items():
+            values = [getattr(f, name) for f in every]
+            scale = 1.0 if name == "parts" else max(values)
+            if max(values) - min(values) > 1e-6 * scale:
+                self._warn(text)
+        self.singly = self.singly or any(f.single for f in every)
+        self._trusted = 0 if any(f.derived for f in every) else self._trusted + 1
+        return any(f.asks for f in every)
 
     def _wait(self, work: Any) -> None:
         arrived = threading.Event()

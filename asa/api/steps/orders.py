@@ -25,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from asa.api.generators import take_torch_generator
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
@@ -80,13 +81,13 @@ class Orders:
         if seed is None and self.one_by_one:
             drawn: Iterator[list[Any]] | None = self.votes.once(lambda: iter(self._draw(seed)))
             if alike:
-                self._take_generator()
+                take_torch_generator(self.votes)
             while True:
                 before = torch.get_rng_state()
                 one = self.votes.once(lambda: next(drawn, None) if drawn is not None else None)
                 keys, moved = self.votes.tell([one, not torch.equal(before, torch.get_rng_state())])
                 if alike and moved:
-                    self._take_generator()
+                    take_torch_generator(self.votes)
                 self._told = self._tellable()
                 if keys is None:
                     return
@@ -94,7 +95,7 @@ class Orders:
                 self._compare()
         every = self.votes.once(lambda: list(self._draw(seed)))
         if alike:  # so that the generators stay equal on all ranks
-            self._take_generator()
+            take_torch_generator(self.votes)
         self._told = self._tellable()
         yield from self._sent(every)
 
@@ -108,12 +109,6 @@ class Orders:
             flat = torch.empty(sum(sizes), dtype=torch.int64)
         self.votes.broadcast(flat)
         return [part.tolist() for part in flat.split(sizes)] if sizes else []
-
-    def _take_generator(self) -> None:
-        """Set torch's generator to the state of that of rank 0 (collective)."""
-        state = torch.get_rng_state()
-        self.votes.broadcast(state)
-        torch.set_rng_state(state)
 
     def _generators_alike(self) -> bool:
         checksum = float(zlib.crc32(torch.get_rng_state().numpy().tobytes()))

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from asa.api.patching import replace_once
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import local_tensors
 from asa.sharding.split import held_of
+from asa.sharding.split.local_parts import local
+from asa.sharding.split.wire import gathered
 
 _split: WeakSet[ParallelModel] = WeakSet()
 """Models whose gradients no rank holds in full."""
@@ -38,15 +41,14 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
             continue
         layout = layout_of[id(item.tensor)]
         parts = item.axis.size if item.shard is not None else 1
-        local = gradient
+        own_part = local(gradient)
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
-            local = gradient.to_local()
             parts *= math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
         if most:
-            total = torch.maximum(total, local.double().abs().max().cpu()) if local.numel() else total
+            total = torch.maximum(total, own_part.double().abs().max().cpu()) if own_part.numel() else total
         else:  # several ranks hold the same part: each adds its share
-            total += local.double().abs().pow(norm_type).sum().cpu() * parts / layout.width
+            total += own_part.double().abs().pow(norm_type).sum().cpu() * parts / layout.width
     if model.plan.num_ranks > 1:
         sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()]).to(model.device)
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
@@ -83,13 +85,9 @@ def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
     if job:
         _of_jobs.add(model)
     for where, before in ((clip_grad, "_"), (nn.utils, "")):  # the names inside torch and the public ones
-        for name, replacement in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
-            original = getattr(where, name, None)
-            if original is not None and not hasattr(original, "asa"):
-                setattr(where, name, replacement(original))
-        original = getattr(where, "clip_grad_value_", None)
-        if original is not None and not hasattr(original, "asa"):
-            where.clip_grad_value_ = _clamped(original)  # type: ignore[attr-defined]
+        replace_once(where, f"{before}get_total_norm", _norm)
+        replace_once(where, f"{before}clip_grads_with_norm_", _scaled)
+        replace_once(where, "clip_grad_value_", _clamped)
 
 
 def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], model: ParallelModel) -> Tensor:
@@ -122,12 +120,10 @@ def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(listed, norm_type, error_if_nonfinite, foreach)
         if others:  # of another model, or no gradients
             rest = original(others, norm_type, False, foreach)
-            rest = rest.full_tensor() if isinstance(rest, DTensor) else rest
-            norms.append(rest.detach().double().cpu())
+            norms.append(gathered(rest).detach().double().cpu())
         total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         return _checked(total, error_if_nonfinite, listed, of_model)
 
-    norm.asa = True  # type: ignore[attr-defined]
     return norm
 
 
@@ -140,9 +136,8 @@ def _clamped(original: Callable[..., None]) -> Callable[..., None]:
             original(others, clip_value, foreach)
         for gradient in (held_of(p).grad for p in listed if id(held_of(p)) in sharded):
             if gradient is not None:  # elementwise, so each rank clamps its own part
-                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_value, clip_value)
+                local(gradient).clamp_(-clip_value, clip_value)
 
-    clamped.asa = True  # type: ignore[attr-defined]
     return clamped
 
 
@@ -155,5 +150,4 @@ def _scaled(original: Callable[..., None]) -> Callable[..., None]:
         else:
             original(listed, max_norm, norm, foreach)
 
-    scaled.asa = True  # type: ignore[attr-defined]
     return scaled

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from asa.api.patching import replace_once
 from asa.errors import UsageError
 from asa.sharding.split import TensorPart
+from asa.sharding.split.local_parts import local
 
 _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
@@ -35,12 +36,8 @@ def understood_by_torch() -> None:
     """Patch ``all_reduce`` and ``broadcast``: on a shard they have the same effect as on a whole tensor that is equal
     on all ranks. Operations that torch does not support for shards raise a UsageError."""
     for name in ("all_reduce", "broadcast"):
-        original = getattr(dist, name)
-        if not hasattr(original, "asa"):
-            setattr(dist, name, _on_whole_tensors(original))
-    rule: Any = ShardingPropagator.propagate_op_sharding_non_cached
-    if not hasattr(rule, "asa"):
-        ShardingPropagator.propagate_op_sharding_non_cached = _with_remedy(rule)  # type: ignore[method-assign]
+        replace_once(dist, name, _on_whole_tensors)
+    replace_once(ShardingPropagator, "propagate_op_sharding_non_cached", _with_remedy)
 
 
 def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +48,6 @@ def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor = arguments.get("tensor")
         if not isinstance(tensor, TensorPart | DTensor):
             return original(*args, **options)
-        shard = tensor.held if isinstance(tensor, TensorPart) else tensor
         op = arguments.get("op", dist.ReduceOp.SUM)
         if original.__name__ == "all_reduce" and op not in _SAME:
             if op != dist.ReduceOp.SUM:
@@ -59,12 +55,10 @@ def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"all_reduce with {op} of a tensor that ranks hold in shards; sums, means and extremes are to be "
                     "had, or plan with strategies=('ddp',)"
                 )
-            local: Tensor = shard.to_local() if isinstance(shard, DTensor) else shard
             with torch.no_grad():
-                local.mul_(dist.get_world_size(arguments.get("group")))
+                local(tensor).mul_(dist.get_world_size(arguments.get("group")))
         return _CompletedWork() if arguments.get("async_op") else None
 
-    collective.asa = True  # type: ignore[attr-defined]
     return collective
 
 
@@ -78,5 +72,4 @@ def _with_remedy(rule: Callable[..., Any]) -> Callable[..., Any]:
                 "model.state_dict(), or plan with strategies=('ddp',)"
             ) from error
 
-    propagate.asa = True  # type: ignore[attr-defined]
     return propagate

@@ -15,6 +15,8 @@ from asa.errors import UsageError
 from asa.sharding.gradients.sharded import place_local
 from asa.sharding.split.of_rank import followed, writes
 from asa.sharding.split.whole_views import run_whole
+from asa.sharding.split.wire import gathered
+from asa.tracing.whole import tensors_of
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
 _MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy")
@@ -104,7 +106,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         _replace_data(args[0], args[1])
         return args[0]
     if name in _MEANS and not torch.is_grad_enabled():  # of shards of unlike lengths torch takes the mean of means
-        args, kwargs = pytree.tree_map(_in_full, (args, kwargs))
+        args, kwargs = pytree.tree_map(gathered, (args, kwargs))
     if name in _DRAWING_ALIKE:
         like = args[0]
         with torch.no_grad():
@@ -121,7 +123,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in _BY_PLACE:
             return run_whole(func, name, args, options, DTensor, _full_copy, _put)
     try:
-        result = _unwrapped(func, args, options)
+        result = run_plain(func, args, options)
         if name in _VIEWING and not _learns(args, options) and isinstance(first, DTensor):
             memory = _memory(first)
             if any(_memory(leaf) != memory for leaf in pytree.tree_leaves(result) if isinstance(leaf, DTensor)):
@@ -142,7 +144,7 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
                 "p.full_tensor(), or plan with strategies=('ddp',)"
             ) from failed
         try:
-            return _unwrapped(func, *alike)
+            return run_plain(func, *alike)
         except (RuntimeError, AssertionError) as error:
             failed = error
     if "harding propagation failed" not in str(failed) and not _runs_on_whole(func, args, options):
@@ -156,16 +158,16 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _learns(args: Any, options: dict[str, Any]) -> bool:
-    leaves = pytree.tree_leaves((args, options)) if torch.is_grad_enabled() else ()
     with torch._C.DisableTorchFunctionSubclass():
-        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of((args, options)))
 
 
 def _memory(tensor: DTensor) -> int:
     return tensor._local_tensor.untyped_storage().data_ptr()
 
 
-def _unwrapped(func: Any, args: Any, options: dict[str, Any]) -> Any:
+def run_plain(func: Any, args: Any, options: dict[str, Any]) -> Any:
+    """The result of ``func``, by which no subclass of tensors is asked."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **options)
 
@@ -194,14 +196,10 @@ def _runs_on_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _in_full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
     """Arguments of a function in which whole tensors, the same on all ranks, meet sharded ones: sharded alike if the
     first is sharded, otherwise whole. None if gradients go through them."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = tensors_of((args, kwargs))
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         return None
     sharded = {leaf.shape: leaf for leaf in leaves if isinstance(leaf, DTensor)}
@@ -211,7 +209,7 @@ def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) is cuts:
             return leaf
         if isinstance(leaf, DTensor):
-            return _in_full(leaf)
+            return gathered(leaf)
         like = sharded.get(leaf.shape)
         placements: Any = [Replicate()] * leaves[0].device_mesh.ndim  # type: ignore[attr-defined]
         if like is not None and not any(p.is_partial() for p in like.placements):  # a whole tensor is no sum over ranks
@@ -257,7 +255,7 @@ def _drawn_in_full(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _formatted(tensor: DTensor, spec: str) -> str:
     """``f"{p.norm():.3f}"``, which torch refuses."""
-    return format(_in_full(tensor).item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
+    return format(gathered(tensor).item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
 
 
 def _read_in_full(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import init
 from torch.nn.utils import convert_parameters
 
+from asa.api.patching import replace_once
 from asa.errors import UsageError
 from asa.executor.model.state import LocalTensor, gather
 from asa.sharding.split import TensorPart
 from asa.sharding.split.of_rank import followed
+from asa.sharding.split.wire import gathered
 
 _views: WeakValueDictionary[int, TensorPart] = WeakValueDictionary()
 """Views of the whole, by ``id`` of the part that a rank holds (and that modules have as their parameter)."""
@@ -34,15 +36,14 @@ def understood_by_torch(parameters: Iterable[Tensor]) -> None:
     _views.update({id(p.held): p for p in parts})
     if not parts and not any(isinstance(p, DTensor) for p in parameters):
         return
-    for name, function in inspect.getmembers(init, inspect.isfunction):
+    for name, _ in inspect.getmembers(init, inspect.isfunction):
         draws = name.endswith("_") and not name.startswith("_")
-        if (draws or name == "_calculate_fan_in_and_fan_out") and not hasattr(function, "asa"):
-            setattr(init, name, _of_the_whole(function))
+        if draws or name == "_calculate_fan_in_and_fan_out":
+            replace_once(init, name, _of_the_whole)
     for attribute in ("data", "grad", "_grad"):
         if attribute not in Tensor.__dict__:
             setattr(Tensor, attribute, _Wholly(attribute))
-    if not hasattr(Tensor.set_, "asa"):
-        Tensor.set_ = _set_wholly(Tensor.set_)  # type: ignore[assignment,method-assign]
+    replace_once(Tensor, "set_", _set_wholly)
     _replace_code(convert_parameters.parameters_to_vector, _to_vector)
     _replace_code(convert_parameters.vector_to_parameters, _to_parameters)
 
@@ -85,7 +86,6 @@ def _set_wholly(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor.data = source
         return tensor
 
-    set_.asa = True  # type: ignore[attr-defined]
     return set_
 
 
@@ -120,7 +120,6 @@ def _of_the_whole(function: Callable[..., Any]) -> Callable[..., Any]:
         result = function(view, *args, **options)
         return tensor if result is view else result
 
-    wrapper.asa = True  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -128,7 +127,7 @@ def _whole(p: Tensor) -> Tensor:
     if isinstance(p, TensorPart):
         item = LocalTensor("", p.held, p.parted.shard, p.parted.axis, 0)
         return gather(item, p.held).to(p.device)
-    return p.full_tensor() if isinstance(p, DTensor) else p
+    return gathered(p)
 
 
 _ORIGINAL: dict[str, Callable[..., Any]] = {}

@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from asa.api.tensors.numbers import run_plain
 from asa.errors import UsageError
 
 _KNOWN = {
@@ -34,8 +34,7 @@ class RetiredParameter(nn.Parameter):
                 "a parameter that the program listed before the model was distributed (or began to run whole) is used, "
                 "and ranks now train another in its place: list model.parameters() anew"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return run_plain(func, args, kwargs or {})
 
 
 def retire(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from asa.api.patching import replace_once
 from asa.executor.model.parallel import ParallelModel
 
 _sharded: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
@@ -24,9 +25,7 @@ def understood_by_scalers(optimizer: Optimizer, model: ParallelModel) -> None:
     if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
         return  # every rank has all gradients, and finds the same
     _sharded[optimizer] = model
-    original = GradScaler._unscale_grads_
-    if not hasattr(original, "asa"):
-        GradScaler._unscale_grads_ = _unscaled(original)  # type: ignore[method-assign]
+    replace_once(GradScaler, "_unscale_grads_", _unscaled)
 
 
 def _unscaled(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
@@ -43,5 +42,4 @@ def _unscaled(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[.
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return {model.device: worst.view(())}
 
-    unscale.asa = True  # type: ignore[attr-defined]
     return unscale

@@ -19,6 +19,7 @@ from asa.planner import Request
 from asa.planner.answer.consistency import Consistency, ConsistencyRow, compare, curves_for
 from asa.report.text import consistency as report
 from asa.report.units import seconds
+from asa.strategies import offered
 
 __all__ = ["chosen", "compared", "report"]
 
@@ -39,8 +40,6 @@ def compared(
     Raises:
         UsageError: there is only one worker.
     """
-    from asa.strategies import offered
-
     named = Path(args.model) if args.model is not None and places.looks_like_file(args.model) else None
     curves = [curve for _, curve in places.staleness(console, named)] if args.target is not None else []
     table = compare(
@@ -59,7 +58,6 @@ def chosen(
     """Plans under the discipline that ``table`` says reaches the target surely before all synchronous training, and the
     table for them. No plans where there is no such discipline, or the user named strategies: plans stay synchronous."""
     from asa.planner import plan
-    from asa.strategies import offered
 
     row = next((r for r in table.rows if r.name == table.first), None)
     if row is None or row.exact or not table.surely or not is_discipline(row.name) or request.strategies:

@@ -15,10 +15,10 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Verb
 from asa.errors import TRAINING, UnavailableError
 from asa.ir import codec
+from asa.report.text.checks import Check, render
 
 if TYPE_CHECKING:
     from asa.planner.stage.problem import Problem
-    from asa.report.text.checks import Check
 
 _SHOWN = 4
 """Largest number of files named in one line."""
@@ -26,8 +26,6 @@ _SHOWN = 4
 
 def run(_: Arguments, console: Console) -> int:
     """Run all checks; returns exit code 5 if something needed is missing."""
-    from asa.report.text.checks import render
-
     results = [_looked(look, console) for look in LOOKS]
     data = {
         "schema_version": codec.SCHEMA_VERSION,
@@ -41,8 +39,6 @@ def run(_: Arguments, console: Console) -> int:
 
 def _looked(look: Callable[[Console], Check], console: Console) -> Check:
     """Run one check; if it fails itself (for instance without torch), return that as its result."""
-    from asa.report.text.checks import Check
-
     try:
         return look(console)
     except ModuleNotFoundError as error:
@@ -55,16 +51,12 @@ def _looked(look: Callable[[Console], Check], console: Console) -> Check:
 
 
 def _python(_: Console) -> Check:
-    from asa.report.text.checks import Check
-
     version = ".".join(map(str, sys.version_info[:3]))
     return Check(name="python", ok=sys.version_info >= (3, 11), detail=version, fix="asa needs Python 3.11 or newer")
 
 
 def _torch(_: Console) -> Check:
     import importlib.util
-
-    from asa.report.text.checks import Check
 
     if importlib.util.find_spec("torch") is None:
         detail = "not installed: plan, explain, simulate, export and launch work, what runs a model does not"
@@ -79,8 +71,6 @@ def _torch(_: Console) -> Check:
 
 
 def _cores(_: Console) -> Check:
-    from asa.report.text.checks import Check
-
     cores = system_checks.cores()
     return Check(
         name="cores",
@@ -96,7 +86,6 @@ def _cuda(_: Console) -> Check:
 
     from asa.instruments import nvml
     from asa.launch import cuda_devices
-    from asa.report.text.checks import Check
 
     count = cuda_devices()
     # NVML gives the names without starting CUDA, after which this process could not fork ranks that use it.
@@ -109,7 +98,6 @@ def _cuda(_: Console) -> Check:
 def _memory(_: Console) -> Check:
     import psutil
 
-    from asa.report.text.checks import Check
     from asa.report.units import size
 
     total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
@@ -126,7 +114,6 @@ def _memory(_: Console) -> Check:
 def _ranks(_: Console) -> Check:
     from asa.errors import AsaError
     from asa.launch import run_ranks
-    from asa.report.text.checks import Check
 
     try:
         sums = run_ranks(2, _meet, threads=1, timeout_s=20, limit_s=40)
@@ -150,7 +137,6 @@ def _solver(_: Console) -> Check:
 
     from asa.errors import AsaError
     from asa.planner.stage import ilp
-    from asa.report.text.checks import Check
 
     fix = "pip install 'pulp>=3.3.1,<5' highspy; until then --solver dp works"
     try:
@@ -185,15 +171,11 @@ def _two_variables() -> Problem:
 
 
 def _profiles(console: Console) -> Check:
-    from asa.report.text.checks import Check
-
     files = [places.shown(path) for path, _ in places.profiles(console)]
     return Check(name="profiles", ok=bool(files), detail=_few(files), needed=False, fix="asa profile resnet50")
 
 
 def _clusters(console: Console) -> Check:
-    from asa.report.text.checks import Check
-
     files = [places.shown(path) for path, _ in places.clusters(console)]
     return Check(name="clusters", ok=bool(files), detail=_few(files), needed=False, fix="asa cluster measure")
 

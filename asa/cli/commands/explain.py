@@ -15,6 +15,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
+from asa.strategies import offered
 
 LOG = "log.jsonl"
 _MOST_LOG = 2**30
@@ -27,7 +28,6 @@ def run(args: Arguments, console: Console) -> None:
     from asa.planner.questions.explain import explain, why_not
     from asa.report.text import explain as report
     from asa.report.text.plan import headline, measured
-    from asa.strategies import offered
 
     is_run = args.plan is not None and Path(args.plan).is_dir()
     places.check_report(args.report, Path(args.plan) if is_run else None)
@@ -41,27 +41,20 @@ def run(args: Arguments, console: Console) -> None:
     data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)
-    if args.why_not:
-        other = why_not(plan, profile, cluster, offered(), args.why_not, memory_bytes=args.memory)
+    other = why_not(plan, profile, cluster, offered(), args.why_not, memory_bytes=args.memory) if args.why_not else None
+    causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
+    if other is not None:
         data |= {"kind": "difference", **codec.to_data(other)}
         console.result(data, lambda: [headline(plan), *report.versus(other)])
-        if args.report:
-            from asa.report.pages import plan as plan_page
-
-            causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
-            with places.keeping_page(console, args.report):
-                page = plan_page.write(plan, Path(args.report), causes, other)
-            console.say(f"asa: wrote {page}")
     else:
-        causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
         data |= {"kind": "explanation", **codec.to_data(causes)}
         console.result(data, lambda: [headline(plan), *report.render(causes, verbose=args.verbose), *measured(plan)])
-        if args.report:
-            from asa.report.pages import plan as plan_page
+    if args.report:
+        from asa.report.pages import plan as plan_page
 
-            with places.keeping_page(console, args.report):
-                page = plan_page.write(plan, Path(args.report), causes)
-            console.say(f"asa: wrote {page}")
+        with places.keeping_page(console, args.report):
+            page = plan_page.write(plan, Path(args.report), causes, other)
+        console.say(f"asa: wrote {page}")
 
 
 def _show_run(args: Arguments, console: Console) -> None:

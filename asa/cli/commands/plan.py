@@ -15,6 +15,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import TRAINING, UsageError
 from asa.ir import codec
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +35,6 @@ def run(args: Arguments, console: Console) -> None:
 
     from asa.planner import step_shares
     from asa.report.text import plan as report
-    from asa.strategies import offered
 
     path = Path(args.output) if args.output else None
     places.check_writable(path or places.PLANS / "plan.json", "-o")
@@ -80,7 +80,6 @@ def _profile_and_cluster(args: Arguments, console: Console) -> tuple[Profile, Cl
     from asa.cli import choose
     from asa.cli.commands import verify_plans
     from asa.planner import Request, check_request
-    from asa.strategies import offered
 
     named = choose.named_cluster(args.cluster, args.gpus) if args.cluster else None
     cluster = named and choose.wide_enough(named, args.gpus, console)
@@ -161,7 +160,6 @@ def _plans(args: Arguments, console: Console, profile: Profile, cluster: Cluster
     """The answer, and the best other plans if asked for; with ``--verify`` after measuring the finalists."""
     from asa.cli.commands import verify_plans
     from asa.planner import plan
-    from asa.strategies import offered
 
     if not args.verify:
         with console.waiting(f"planning {profile.model_spec}"):
@@ -224,7 +222,6 @@ def _write_page(
     from asa.planner.questions.explain import explain
     from asa.report.figures import staleness as staleness_figures
     from asa.report.pages import plan as plan_page
-    from asa.strategies import offered
 
     explanation = explain(answer, profile, cluster, offered(), memory_bytes=args.memory)
     figures = staleness_figures.charts(*studies.consistency)
@@ -261,7 +258,6 @@ def _rival(plan: Plan) -> str | None:
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
     """The requested curves of step time against memory and cost."""
     from asa.planner.questions import frontier as f
-    from asa.strategies import offered
 
     memory = f.against_memory(profile, cluster, offered(), request, answer=answer) if args.frontier else ()
     cost: tuple[f.CostPoint, ...] = ()

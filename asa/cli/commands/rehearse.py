@@ -17,6 +17,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 from asa.ir.rehearsal import Rehearsal, RehearsedComponent, Spans
 from asa.launch import cuda_devices
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     from asa.cost.planned import StagePrice
@@ -73,7 +74,6 @@ def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
     import torch
 
     from asa.executor.measuring.rehearsal import rehearse as run
-    from asa.strategies import offered
     from asa.zoo.models import build
 
     device = torch.device(kind)
@@ -114,7 +114,6 @@ def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device
     """The measurement, compared with the predicted cost of the rank's stage without other ranks."""
     from asa.cost.planned import price_plan
     from asa.report.text.tables import short
-    from asa.strategies import offered
 
     stage_index = next(i for i, s in enumerate(plan.stages) if spans.rank in s.ranks)
     stage = price_plan(plan, *without_contention(profile, cluster), offered()).stages[stage_index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.chips import same_gpu
 from asa.ir.sealed import CheckedCell, Seal, SealedCheck, newest, read
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,39 +96,25 @@ def matches(seal: Seal, machine: BenchEnvironment) -> bool:
 def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[CheckedCell]:
     """Measure the cells of one model and batch against each other; a failed cell has no time."""
     from asa.executor.measuring.benchmark import BenchOptions, measure
-    from asa.strategies import offered
     from asa.zoo.models import build
 
     plan = group[0].claim.plan
     shape = plan.sample_shape
     factory = partial(build, plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=args.seed)
     data = partial(bench_setup.stand_in, shape, plan.num_classes)
-    options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed, threads=1)
+    options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed)
     plans = {s.claim.plan.conduct: s.claim.plan for s in group}
     try:
         cells = measure(list(plans.values()), factory, offered(), data, options)
     except AsaError as error:
         if len(group) == 1:
-            return [_failed(group[0], str(error))]
+            return [replace(_unmeasured(group[0]), why_not=str(error))]
         # One failure ends the whole group, so measure each cell by itself.
         return [c for s in group for c in measured(args, [s], budget_s / len(group))]
     by_conduct = dict(zip(plans, cells, strict=True))
     return [
-        CheckedCell(
-            machine=s.claim.machine,
-            model=plan.model_spec,
-            strategy=s.claim.strategy,
-            input_shape=plan.input_shape,
-            ranks=s.claim.plan.num_ranks,
-            global_batch=plan.global_batch,
-            origin=s.claim.plan.origin,
-            sealed=s.written,
-            sha256=s.sha256,
-            predicted_s=s.claim.plan.prediction.step_time_s,
-            low_s=s.claim.plan.prediction.step_time_low_s,
-            high_s=s.claim.plan.prediction.step_time_high_s,
-            predicted_memory_bytes=max(s.claim.plan.prediction.memory_bytes_per_rank),
-            predicted_place=s.claim.place,
+        replace(
+            _unmeasured(s),
             measured=cell.step_time,
             peak_memory_bytes=max(cell.peak_memory_bytes) if cell.peak_memory_bytes else None,
         )
@@ -135,14 +123,15 @@ def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[Ch
     ]
 
 
-def _failed(seal: Seal, why: str) -> CheckedCell:
+def _unmeasured(seal: Seal) -> CheckedCell:
+    """The cell of a prediction, without a measurement."""
     claim, p = seal.claim, seal.claim.plan
     return CheckedCell(
         machine=claim.machine, model=p.model_spec, strategy=claim.strategy, input_shape=p.input_shape,
         ranks=p.num_ranks, global_batch=p.global_batch, origin=p.origin, sealed=seal.written, sha256=seal.sha256,
         predicted_s=p.prediction.step_time_s, low_s=p.prediction.step_time_low_s,
         high_s=p.prediction.step_time_high_s, predicted_memory_bytes=max(p.prediction.memory_bytes_per_rank),
-        predicted_place=claim.place, measured=None, peak_memory_bytes=None, why_not=why,
+        predicted_place=claim.place, measured=None, peak_memory_bytes=None,
     )  # fmt: skip
 
 

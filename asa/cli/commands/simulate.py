@@ -10,6 +10,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import UsageError
 from asa.ir import codec
+from asa.strategies import offered
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -17,7 +18,6 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import choose
     from asa.report.text import timeline as report
     from asa.simulator import save_trace, simulate
-    from asa.strategies import offered
 
     if args.trace:
         if not args.trace.endswith((".json", ".json.gz")):

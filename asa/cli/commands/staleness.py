@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asa.cli import places
+from asa.cli import bench_setup, places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
@@ -29,13 +29,11 @@ def check(args: Arguments) -> None:
         InvalidInputError: files are missing or unusable.
     """
     from asa.cli.options import input_shape
-    from asa.zoo.data.split import open_split
     from asa.zoo.models import default_input
     from asa.zoo.specs import check_classes
 
     shape, classes = default_input(args.model, input_shape(args), args.classes)
-    root = Path(args.data_root) if args.data_root else None
-    train = open_split(args.data, split="train", root=root, input_shape=shape)
+    train = bench_setup.images(args.data, args.data_root, shape)[0]
     check_classes(args.data, train.num_classes, classes)
     usual_settings(args.workers, 0.9, _asked(args))
     batch = args.global_batch or 64
@@ -107,14 +105,11 @@ def task_of(args: Arguments, profile: Profile) -> Task:
     from asa.profiler.machine import choose_device
     from asa.profiler.staleness import Task
     from asa.zoo.data import fetch
-    from asa.zoo.data.split import open_split
     from asa.zoo.models import build
 
     device = choose_device(args.device)
     shape, classes = profile.graph.input_shape, profile.graph.num_classes
-    root = Path(args.data_root) if args.data_root else None
-
-    images, test = (open_split(args.data, split=s, root=root, input_shape=shape).to(device) for s in ("train", "test"))
+    images, test = (s.to(device) for s in bench_setup.images(args.data, args.data_root, shape))
 
     def train(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples as `asa train` has them, shifted and mirrored at random."""

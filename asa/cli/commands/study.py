@@ -150,11 +150,7 @@ def _local_devices(args: Arguments) -> tuple[bench_setup.DeviceType, int]:
 
 def _device_name(device: bench_setup.DeviceType) -> str:
     """Name of this machine's devices."""
-    import torch
-
-    from asa.profiler.machine import device_record
-
-    return device_record(torch.device(device)).name
+    return choose.local_device(device).name
 
 
 def _is_other_machine(cluster: Cluster, device: bench_setup.DeviceType) -> bool:

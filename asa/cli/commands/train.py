@@ -18,6 +18,7 @@ from asa.cli.console import Console, Report
 from asa.cli.ending import Terminated, left_to_ranks
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import AsaError, InvalidInputError, NoCheckpointError, PreemptedError, UnavailableError, UsageError
+from asa.executor.training.trackers import NAMES as TRACKERS
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
@@ -26,6 +27,7 @@ from asa.launch import signals
 from asa.launch.devices import check_cuda, usable_cores
 from asa.launch.environments import is_launched
 from asa.profiler.paths import slug
+from asa.strategies import offered
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -105,7 +107,6 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         from asa.cli.replanning import adapting, regroup
         from asa.executor.running.run import train
         from asa.instruments.other_load import watching
-        from asa.strategies import offered
 
     if args.compress is not None and args.compress != plan.compression:
         console.say(f"asa: gradients travel as {args.compress}, predictions are for {plan.compression}")
@@ -209,7 +210,6 @@ def save_timelines(plan: Plan, out: Path, console: Console) -> str:
         return "too few steps for a trace"
     try:
         from asa.simulator import simulate
-        from asa.strategies import offered
 
         profile, cluster = origins(plan, console)
         planned = simulate(plan, profile, cluster, offered())
@@ -354,9 +354,6 @@ def saving(text: str) -> float | None:
     return None if text.strip() == "never" else o.budget(text)
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-
-
 def trackers(text: str) -> tuple[str, ...]:
     """Parse names of trackers; duplicates are removed.
 
@@ -367,7 +364,7 @@ def trackers(text: str) -> tuple[str, ...]:
     for name in chosen:
         if name not in TRACKERS:
             raise UsageError(f"no tracker {name!r}; there are {', '.join(TRACKERS)}")
-    return tuple(dict.fromkeys(chosen))
+    return chosen
 
 
 def check_trackers(chosen: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
 from asa.launch.devices import check_cuda
+from asa.strategies import offered
 
 
 def run(args: Arguments, console: Console) -> int:
@@ -26,7 +27,6 @@ def run(args: Arguments, console: Console) -> int:
     from asa.executor.measuring.equivalence import verify
     from asa.report.text import verify as report
     from asa.report.units import ranks
-    from asa.strategies import offered
     from asa.zoo.models import build
 
     console.say(f"asa: verifying {path} on {ranks(plan.num_processes)}")

@@ -15,6 +15,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Certificate, Confidence, Measured, Plan, Trial
 from asa.ir.profile import Profile
+from asa.strategies import offered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,7 +60,6 @@ def verify(
     from asa.cost.work.spread import drift
     from asa.planner.answer.posterior import NOISE, Policy, choose
     from asa.planner.questions.finalists import finalists
-    from asa.strategies import offered
 
     plans, draws, stock = finalists(profile, cluster, offered(), request, count)
     plans, draws = _side_by_side(plans, draws, cluster, console)
@@ -105,13 +105,12 @@ def _run(
 ) -> tuple[list[Cell], list[dict[int, float]], list[int]]:
     from asa.executor.measuring.benchmark import BenchOptions
     from asa.executor.measuring.contest import contest
-    from asa.strategies import offered
     from asa.zoo.models import build
 
     graph = profile.graph
     shape = graph.input_shape
     factory = partial(build, profile.model_spec, num_classes=graph.num_classes, input_shape=shape, seed=0)
-    options = BenchOptions(device=cluster.device.type, budget_s=budget_s, threads=1)
+    options = BenchOptions(device=cluster.device.type, budget_s=budget_s)
     with console.progress(f"measuring {len(plans)} plans of {profile.model_spec}") as report:
 
         def on_message(_rank: int, message: Mapping[str, float]) -> None:

@@ -16,10 +16,11 @@ from asa.executor.consistency.quorum import QuorumSteps
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
+from asa.ir.consistency import Discipline
 
 
 def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct | None:
-    """The implementation of the discipline in ``model``'s plan; None if the plan has none (collective).
+    """Implementation of the discipline in the plan of ``model``, begun; None if the plan has none (collective).
 
     Raises:
         UsageError: the discipline cannot run, or not under this plan.
@@ -28,6 +29,12 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
     if discipline is None:
         return None
     check_plan(model)
+    conduct = _made(discipline, model, optimizer, votes)
+    conduct.begin()
+    return conduct
+
+
+def _made(discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct:
     if discipline.served:
         return Served(discipline, model, optimizer, votes)
     if discipline.name == "hogwild":

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak, state_bytes
 from asa.executor.observing.warmup import warm_up
-from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
@@ -82,7 +81,6 @@ class BenchOptions:
     evaluation_samples: int = 256
     seed: int = 0
     lr: float | None = None
-    threads: int | None = None
     timeout_s: float = 300.0
 
 
@@ -134,18 +132,16 @@ class Entrant:
         model.train()
         optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
         conduct = conduct_of(model, optimizer, votes)
-        if conduct is not None:
-            conduct.begin()
         self.worker = Worker(
-            model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
-            precision=plan.precision, seed=options.seed, label_smoothing=0.0, conduct=conduct,
+            model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, precision=plan.precision,
+            seed=options.seed, conduct=conduct,
         )  # fmt: skip
         self.counter = LossCounter(device)
 
     def turn(self, images: ImageSet, order: GlobalOrder, steps: int) -> list[tuple[float, float]]:
         """Train ``steps`` steps. Returns (data, step) seconds of each on this rank."""
         for _ in range(steps):
-            per_epoch = order.steps(0)
+            per_epoch = order.steps_per_epoch
             epoch, at = divmod(self.step, per_epoch)
             if self.worker is not None:
                 if self.rate is not None:
@@ -320,7 +316,7 @@ def _schedule(
     silent = int(votes.tell(min(_SILENT_STEPS, max(
         _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(step_s), 1e-9))
     ))))  # fmt: skip
-    per_epoch, per_turn, first = order.steps(0), options.steps_per_turn, entrants[0].step
+    per_epoch, per_turn, first = order.steps_per_epoch, options.steps_per_turn, entrants[0].step
     validations = options.evaluations if options.epochs is None else options.epochs
     validating = validations * 0.5 * options.evaluation_samples / entrants[0].plan.global_batch
     stretch_s = min(_STRETCH_S, _STRETCH_SHARE * options.budget_s / len(entrants))
@@ -370,7 +366,7 @@ def _train_in_turns(
             if any(before < mark <= entrant.step for mark in schedule.marks):
                 # Steps of the warm-up trained, too.
                 trained_s = spent[index] * entrant.step / (entrant.step - schedule.first)
-                point = _evaluate(entrant, test, votes, trained_s, entrant.step / order.steps(0))
+                point = _evaluate(entrant, test, votes, trained_s, entrant.step / order.steps_per_epoch)
                 entrant.cell.accuracy.append(point)
         for index, seconds in paired.items():
             entrants[index].cell.turns.append(seconds)
@@ -384,13 +380,13 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     device = device_of_rank(options.device, rank)
     began = time.monotonic()
     train, test = (images.to(device) for images in data())
-    test = _some(test, options.evaluation_samples)
+    test = test.part(0, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
     for entrant in entrants:
         entrant.cell.samples_per_epoch = len(train)
         if options.epochs is not None:
-            entrant.rate = _rates(plans[0], options, options.epochs * order.steps(0))
+            entrant.rate = _rates(plans[0], options, options.epochs * order.steps_per_epoch)
     step_s = [0.0] * len(entrants)
 
     def every() -> float:
@@ -417,12 +413,6 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     return [e.cell for e in entrants]
 
 
-def _some(images: ImageSet, count: int) -> ImageSet:
-    if len(images) <= count:
-        return images
-    return replace(images, images=images.images[:count], labels=images.labels[:count])
-
-
 def measure(
     plans: Sequence[Plan],
     build: Callable[[], nn.Module],
@@ -444,7 +434,7 @@ def measure(
     backend = "nccl" if options.device == "cuda" else "gloo"
     results = run_ranks(
         ranks, _rank, list(plans), build, strategies, data, options,
-        backend=backend, threads=options.threads, timeout_s=options.timeout_s, on_message=on_message,
+        backend=backend, threads=1, timeout_s=options.timeout_s, on_message=on_message,
     )  # fmt: skip
     cells: list[Cell] = results[0]
     return cells

@@ -98,6 +98,6 @@ def contest(
     ends = time.monotonic() + options.budget_s
     return run_ranks(
         max(p.num_ranks for p in plans), _rank, list(plans), build, strategies, data, options, policy, ends,
-        backend="nccl" if options.device == "cuda" else "gloo", threads=options.threads, timeout_s=options.timeout_s,
+        backend="nccl" if options.device == "cuda" else "gloo", threads=1, timeout_s=options.timeout_s,
         on_message=on_message,
     )[0]  # fmt: skip

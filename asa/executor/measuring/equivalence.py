@@ -41,7 +41,7 @@ from asa.ir.codec import fingerprint
 from asa.ir.consistency import CHANGES
 from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.layout import bounds
-from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
+from asa.ir.plan import ONE_COPY, UNSPLIT, Plan, Stage
 from asa.launch import run_ranks
 from asa.tracing import TracedModel
 from asa.zoo.inputs import example, of_tokens, random
@@ -72,15 +72,7 @@ def on_one_device(plan: Plan, samples: int | None = None) -> Plan:
     ``samples`` is the number of samples of the batch, if it may be too small for all of the plan's microbatches.
     """
     components = tuple(
-        replace(
-            c,
-            stage=0,
-            data=DataDegree(strategy="replicate", degree=1),
-            tensor=TensorDegree(strategy="none", degree=1),
-            checkpoint=False,
-            offload=False,
-        )
-        for c in plan.components
+        replace(c, stage=0, data=ONE_COPY, tensor=UNSPLIT, checkpoint=False, offload=False) for c in plan.components
     )
     microbatches = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
     return replace(
@@ -121,8 +113,6 @@ def _run(
         plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
     )  # fmt: skip
     conduct = conduct_of(model, optimizer, Votes()) if plan.consistency is not None else None
-    if conduct is not None:
-        conduct.begin()
     model.train()
     trace = Trace()
     for step in range(first, first + steps):
@@ -177,25 +167,11 @@ class OneDevice:
     permuted32: Trace
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    plan64: Trace
-    plan32: Trace
-    one: OneDevice
-    training: plain_training.Deviation | None = None
-
-
 def one_device(
-    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
+    rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: str, samples: int
 ) -> OneDevice:
     """The reference for ``plan``: its training on the one device of ``rank``. It is the same for all plans with equal
     :func:`on_one_device`."""
-    return _one_device(rank, plan, ModelCopies(plan, build), strategies, device, samples)
-
-
-def _one_device(
-    rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: str, samples: int
-) -> OneDevice:
     local_device = device_of_rank(device, rank)
     one = on_one_device(plan, samples)
 
@@ -225,8 +201,8 @@ def _measure(
     training = _training(rank, plan, copies, strategies, local_device, samples) if trained else None
     if rank:
         return None
-    one = reference or _one_device(rank, plan, copies, strategies, device, samples)
-    return judge(_Outcome(plan64, plan32, one, training), plan, samples)
+    one = reference or one_device(rank, plan, copies, strategies, device, samples)
+    return judge(plan, samples, plan64, plan32, one, training)
 
 
 def _training(
@@ -260,24 +236,26 @@ def _training(
     return max((deviation, dropout), key=lambda a: a.error / a.allowed)
 
 
-def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
+def judge(
+    plan: Plan, samples: int, plan64: Trace, plan32: Trace, one: OneDevice,
+    training: plain_training.Deviation | None = None,
+) -> Equivalence:  # fmt: skip
     """Compare the runs tensor by tensor, and return the verdict."""
-    tensors, one = [], outcome.one
+    tensors = []
     for name, reference in one.one64.weights.items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
-        error, floor = (relative_error(t.weights[name], reference) for t in (outcome.plan64, one.permuted64))
+        error, floor = (relative_error(t.weights[name], reference) for t in (plan64, one.permuted64))
         floor = noise(floor)
         allowed = max(WEIGHT_TOLERANCE, FLOOR_FACTOR * floor)
         tensors.append(TensorError(name=name, error=error, floor=floor, allowed=allowed))
     worst = max(tensors, key=lambda t: t.error / t.allowed)
-    losses = zip(outcome.plan64.losses, one.one64.losses, one.permuted64.losses, strict=True)
+    losses = zip(plan64.losses, one.one64.losses, one.permuted64.losses, strict=True)
     of_loss, loss_allowed = max(
         ((loss_error(a, b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * noise(loss_error(c, b)))) for a, b, c in losses),
         key=lambda loss: loss[0] / loss[1],
     )
-    error, allowed, name = _worst_gradient(outcome.plan32, one.one32, one.one64, one.permuted32)
-    training = outcome.training
+    error, allowed, name = _worst_gradient(plan32, one.one32, one.one64, one.permuted32)
     fine = all(t.error <= t.allowed for t in tensors) and of_loss <= loss_allowed and error <= allowed
     fine = fine and (training is None or training.error <= training.allowed)
     discipline = plan.consistency
@@ -301,8 +279,8 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     gradients = one.one32.gradients
     rounding = max(noise(distance(t.gradients, gradients)) for t in (one.permuted32, one.one64))
     return compressed(
-        verdict, plan.compression, weights=distance(outcome.plan64.weights, one.one64.weights),
-        gradients=distance(outcome.plan32.gradients, gradients), rounding=FLOOR_FACTOR * rounding,
+        verdict, plan.compression, weights=distance(plan64.weights, one.one64.weights),
+        gradients=distance(plan32.gradients, gradients), rounding=FLOOR_FACTOR * rounding,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
-from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
 from asa.executor.training.prefetch import Prefetcher
@@ -174,18 +173,14 @@ def trained_steps(
     model.context.silent = True
     optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
     conduct = conduct_of(model, optimizer, votes)
-    if conduct is not None:
-        conduct.begin()
     worker = Worker(
         model=model,
         optimizer=optimizer,
         conduct=conduct,
         scale=LossScale("fp32"),
         votes=votes,
-        clock=StepClock(model.device),
         precision="fp32",
         seed=_SEED,
-        label_smoothing=0.0,
         prefetcher=Prefetcher(images, pin=False),
         dtype=torch.float64,
     )

@@ -24,9 +24,8 @@ from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak
 from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.observing.spans import ComponentTimer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
-from asa.executor.training.precision import DTYPE, LossScale
+from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import LossCounter, Worker
 from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
@@ -34,6 +33,7 @@ from asa.ir.profile import Precision, Stat
 from asa.ir.rehearsal import Spans
 from asa.sharding.collectives.transfer import Arrival, Link
 from asa.sharding.gradients.bucket import Bucket, Wait
+from asa.tracing.autocast import LOWER
 from asa.zoo.inputs import example
 
 _WARM_UP = 3
@@ -69,7 +69,7 @@ class _Supplied(Link):
 
     def __init__(self, link: Link, precision: Precision) -> None:
         self._ends, self._rank, self._messages = link._ends, link._rank, link._messages
-        self._dtype = DTYPE.get(precision, torch.float32)
+        self._dtype = LOWER.get(precision, torch.float32)
         self._samples: dict[tuple[int, ...], Tensor] = {}
 
     def send(self, x: Tensor, rows: int) -> None:
@@ -171,8 +171,8 @@ def _worker(
     parallel.links = _supplied(parallel.links, plan.precision)
     optimizer = build_optimizer(plan.optimizer, parallel.updated, offloaded=parallel.offloaded)
     return Worker(
-        model=parallel, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
-        precision=plan.precision, seed=seed, label_smoothing=0.0,
+        model=parallel, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, precision=plan.precision,
+        seed=seed,
     )  # fmt: skip
 
 

@@ -380,7 +380,7 @@ class ParallelModel:
         """The model's own output for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
 
         ``x`` are :meth:`input_rows` of the microbatch; ignored after the first stage. Nothing is kept between stages
-        for a backward pass: a step with gradients is :func:`asa.executor.model.step.forward_backward`.
+        for a backward pass: a step with gradients is :func:`asa.executor.model.step.played`.
         """
         if self.idle:
             return None

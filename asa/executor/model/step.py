@@ -290,17 +290,3 @@ def played(
     )  # fmt: skip
     running.play(script.turns)
     return running
-
-
-def forward_backward(
-    model: ParallelModel,
-    samples: Tensor,
-    step: int,
-    inputs: Callable[[slice], Any],
-    labels: Callable[[slice], Tensor],
-    *,
-    loss_fn: Callable[..., Tensor] = loss_of,
-    precision: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Tensor:
-    """Run :func:`played`. Returns this rank's addend of the loss."""
-    return played(model, samples, step, inputs, labels, loss_fn=loss_fn, precision=precision).loss

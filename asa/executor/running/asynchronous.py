@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
@@ -33,7 +33,6 @@ from asa.ir.codec import fingerprint
 from asa.ir.layout import bounds
 from asa.ir.measurements import Measurements
 from asa.ir.profile import Stat
-from asa.zoo.data import ImageSet
 
 _AT_NEED = (0, AT_NEED, torch.empty(0, dtype=torch.int64))
 """In place of a ticket: it must be asked for when it is needed."""
@@ -70,10 +69,6 @@ class AsynchronousExecutor(TrainingExecutor):
         put_statistics(self.model, entry.statistics)
         conduct.enter()
         return True
-
-    def was_left_behind(self, error: WorkersFailedError) -> bool:
-        """Whether ``error`` says that the others continued without this rank, which may :meth:`enter` again."""
-        return error.lost and error.rank == self._votes.rank
 
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (the rest of it, after a resume inside one) and validate.
@@ -296,7 +291,7 @@ class AsynchronousExecutor(TrainingExecutor):
             a, b = bounds(len(self._test), len(workers), workers.index(votes.rank))
             if a < b:
                 counter = self._worker.validate_locally(
-                    _part(self._test, a, b), self.plan.global_batch, lambda: self._stop.waited_s > PATIENCE_S
+                    self._test.part(a, b), self.plan.global_batch, lambda: self._stop.waited_s > PATIENCE_S
                 )
                 given_up = counter is None
                 figures = figures if counter is None else counter.take()
@@ -329,7 +324,3 @@ class AsynchronousExecutor(TrainingExecutor):
             predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
             utilisation=math.fsum(busy) / len(busy) if busy and self.model.device.type == "cpu" else None,
         )
-
-
-def _part(images: ImageSet, start: int, stop: int) -> ImageSet:
-    return replace(images, images=images.images[start:stop], labels=images.labels[start:stop])

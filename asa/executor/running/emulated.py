@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from asa.executor.measuring.benchmark import barrier, slowest
 from asa.executor.measuring.emulation import EmulatedDevice, Emulation
@@ -20,7 +18,6 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.running.loop import TrainingExecutor
-from asa.executor.training.clock import StepClock
 from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.nvml import Meter
@@ -29,6 +26,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Stat
 from asa.launch import run_ranks, tell
 from asa.tracing import TracedModel
+from asa.tracing.preserve import with_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +45,8 @@ class EmulationOptions:
 def borrowed(traced: TracedModel) -> TracedModel:
     """Copy of a model that shares its weights, so that the copy can be split without changing the original. Neither may
     be trained."""
-    memo: dict[int, Any] = {}
-    for component in traced.components:
-        for p in component.parameters():
-            memo[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
-        for b in component.buffers():
-            memo[id(b)] = b.detach()
-    return copy.deepcopy(traced, memo)
+    tensors = [t for c in traced.components for t in (*c.parameters(), *c.buffers())]
+    return with_tensors(traced, tensors, torch.Tensor.detach)
 
 
 def emulated_worker(
@@ -69,8 +62,8 @@ def emulated_worker(
     )  # fmt: skip
     model.train()
     return Worker(
-        model=model, optimizer=emulation.optimizer_of(model), scale=LossScale("fp32"), votes=votes,
-        clock=StepClock(host), precision="fp32", seed=0, label_smoothing=0.0,
+        model=model, optimizer=emulation.optimizer_of(model), scale=LossScale("fp32"), votes=votes, precision="fp32",
+        seed=0,
     )  # fmt: skip
 
 

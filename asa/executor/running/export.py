@@ -14,7 +14,6 @@ from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import CheckedCheckpoint
 from asa.ir import codec
 from asa.ir.codec import noun
-from asa.ir.plan import Plan
 from asa.zoo.models import build
 
 
@@ -42,12 +41,14 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
     """
     source = _find(run / CHECKPOINTS, step)
     manifest = source.manifest
-    state = plain_state(plain_model(manifest.plan), checkpoint.read(source.path, checkpoint.MODEL))
+    plan = manifest.plan
+    model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
+    state = plain_state(model, checkpoint.read(source.path, checkpoint.MODEL))
     metadata = {
         "format": "pt",
         "model": manifest.model_spec,
-        "num_classes": str(manifest.plan.num_classes),
-        "input_shape": "x".join(map(str, manifest.plan.input_shape)),
+        "num_classes": str(plan.num_classes),
+        "input_shape": "x".join(map(str, plan.input_shape)),
         "step": str(manifest.step),
         "plan_fingerprint": manifest.plan_fingerprint,
     }
@@ -77,11 +78,6 @@ def _find(folder: Path, step: int | None) -> CheckedCheckpoint:
         available = ", ".join(p.name for p in sorted(folder.glob("step_*")) if p.is_dir()) or "none"
         raise NoCheckpointError(f"no checkpoint after step {step} in {folder}; there is {available}")
     return CheckedCheckpoint(path=path, manifest=checkpoint.check(path), notes=())
-
-
-def plain_model(plan: Plan) -> nn.Module:
-    """The model as it is built without asa."""
-    return build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
 
 
 def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from asa.executor.running.planned import PlannedExecutor
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
-from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
 from asa.executor.training.migration import move, parts_of, target_parts
@@ -123,17 +122,14 @@ class TrainingExecutor(PlannedExecutor):
         aims = Aims.of(settings, model.plan.num_classes, model.device)
         self._schedule = aims.schedule
         conduct = conduct_of(model, optimizer, self._votes)
-        if conduct is not None:
-            conduct.begin()
-            for note in conduct.notes():
-                self._announce({"event": "note", "message": note})
+        for note in () if conduct is None else conduct.notes():
+            self._announce({"event": "note", "message": note})
         return Worker(
             model=model,
             optimizer=optimizer,
             scale=scale,
             conduct=conduct,
             votes=self._votes,
-            clock=StepClock(model.device),
             precision=model.plan.precision,
             seed=settings.seed,
             label_smoothing=settings.label_smoothing,
@@ -177,7 +173,7 @@ class TrainingExecutor(PlannedExecutor):
         """Optimizer steps in a whole epoch."""
         if self._steps is not None:  # needed in every step
             return self._steps
-        steps = self._order.steps(0) - (1 if self.unused_samples else 0)
+        steps = self._order.steps_per_epoch - (1 if self.unused_samples else 0)
         if steps == 0:
             raise UsageError(
                 f"a global batch of {self.plan.global_batch} is larger than the {len(self._train)} training images, "

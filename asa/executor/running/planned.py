@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
@@ -64,6 +64,10 @@ class PlannedExecutor(Executor):
     def model(self) -> ParallelModel:
         """This rank's part of the model."""
         return self._worker.model
+
+    def was_left_behind(self, error: WorkersFailedError) -> bool:
+        """Whether ``error`` says that the others continued without this rank, which may enter again."""
+        return isinstance(self._votes, StarVotes) and error.lost and error.rank == self._votes.rank
 
     def close(self) -> None:
         """Close connections and the plan's process groups (collective). Groups that may have lost a member are not

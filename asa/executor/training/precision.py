@@ -1,9 +1,8 @@
-"""Mixed precision: autocast in forward, and for fp16 one loss scale on all ranks."""
+"""Mixed precision: for fp16, one loss scale on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +11,6 @@ from asa.errors import WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.ir.profile import Precision
 from asa.sharding.collectives.waits import waits
-
-DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Context for a forward pass in ``precision``; parameters and optimizer stay in fp32."""
-    if precision not in DTYPE:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=DTYPE[precision])
 
 
 class LossScale:

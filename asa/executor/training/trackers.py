@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,7 +60,7 @@ class TensorBoard:
     """Writes event files under ``FOLDER/tensorboard``."""
 
     def __init__(self, folder: Path, _name: str, _facts: Mapping[str, Any]) -> None:
-        self._writer = _summary_writer()(str(folder / "tensorboard"))
+        self._writer = _module("tensorboard").SummaryWriter(str(folder / "tensorboard"))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -78,7 +79,7 @@ class WeightsAndBiases:
     otherwise."""
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
-        wandb = _wandb()
+        wandb = _module("wandb")
         mode = os.environ.get("WANDB_MODE", "offline")
         project = os.environ.get("WANDB_PROJECT", "asa")
         quiet = {} if "WANDB_SILENT" in os.environ else {"silent": True}  # it repeats every curve on the screen
@@ -98,9 +99,8 @@ class MLflow:
     says."""
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
-        tracking = _mlflow()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-        self._client = tracking.MlflowClient(tracking_uri=uri)
+        self._client = _module("mlflow").MlflowClient(tracking_uri=uri)
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asa")
         existing = self._client.get_experiment_by_name(experiment)
         experiment_id = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
@@ -123,7 +123,7 @@ def check(names: tuple[str, ...]) -> None:
         UnavailableError: one is not installed.
     """
     for name in names:
-        _NEEDED[name]()
+        _module(name)
 
 
 def opened(name: str, folder: Path, run: str, facts: Mapping[str, Any]) -> Tracker:
@@ -146,32 +146,19 @@ def reason(error: Exception) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-def _summary_writer() -> Any:
+def _module(name: str) -> Any:
+    """The module that the tracker ``name`` needs.
+
+    Raises:
+        UnavailableError: it is not installed.
+    """
+    what, module = _NEEDED[name]
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return import_module(module)
     except ImportError:
-        raise _missing("TensorBoard", "tensorboard") from None
-    return SummaryWriter
-
-
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise _missing("Weights & Biases", "wandb") from None
-    return wandb
-
-
-def _mlflow() -> Any:
-    try:
-        from mlflow import tracking
-    except ImportError:
-        raise _missing("MLflow", "mlflow") from None
-    return tracking
-
-
-def _missing(what: str, package: str) -> UnavailableError:
-    return UnavailableError(f"curves for {what} need a package: pip install 'asa-parallel[{package}]', or do without")
+        raise UnavailableError(
+            f"curves for {what} need a package: pip install 'asa-parallel[{name}]', or do without"
+        ) from None
 
 
 _KINDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
@@ -179,6 +166,11 @@ _KINDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-_NEEDED: dict[str, Callable[[], Any]] = {"tensorboard": _summary_writer, "wandb": _wandb, "mlflow": _mlflow}
+_NEEDED = {
+    "tensorboard": ("TensorBoard", "torch.utils.tensorboard"),
+    "wandb": ("Weights & Biases", "wandb"),
+    "mlflow": ("MLflow", "mlflow.tracking"),
+}
+"""Title of each tracker, and the module that it needs."""
 NAMES = tuple(_KINDS)
 """Names of all trackers."""

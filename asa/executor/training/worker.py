@@ -15,10 +15,11 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock
-from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.precision import LossScale
 from asa.executor.training.prefetch import Prefetcher
 from asa.ir.profile import Precision
 from asa.launch import faults
+from asa.tracing.autocast import autocast
 from asa.zoo.data import ImageSet, fetch
 
 
@@ -81,16 +82,19 @@ class Worker:
     optimizer: torch.optim.Optimizer
     scale: LossScale
     votes: Votes
-    clock: StepClock
     precision: Precision
     seed: int
-    label_smoothing: float
+    label_smoothing: float = 0.0
     criterion: Criterion | None = None
     score: Callable[[Any, Tensor], Tensor] = hits_of
     prefetcher: Prefetcher | None = None
     dtype: torch.dtype = torch.float32
     conduct: Conduct | None = None
+    clock: StepClock = field(init=False)
     _parameters: list[nn.Parameter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(self.model.device)
 
     def trainable(self, rows: int) -> bool:
         """Whether a last, short batch of ``rows`` samples is large enough to train on. Every rank needs at least two

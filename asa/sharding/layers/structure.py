@@ -23,8 +23,9 @@ from asa.sharding.layers.dropout import make_reproducible
 from asa.sharding.layers.tensor import without_values
 from asa.sharding.randomness.generators import drawing, draws_note
 from asa.sharding.randomness.samples import SampleContext
-from asa.tracing import TracedModel, histories, trace
+from asa.tracing import TracedModel, trace
 from asa.tracing.autocast import LOWER, AutocastOnMeta
+from asa.tracing.preserve import with_history
 from asa.tracing.remembered import Remembered
 
 
@@ -118,12 +119,7 @@ def _check_room(bare_model: Callable[[], nn.Module], name: str) -> None:
 
 def stripped(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the meta device, made without copying any value."""
-    return without_values(model, _histories(model))
-
-
-def _histories(model: nn.Module) -> list[Tensor]:
-    ids = histories(model)
-    return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and id(t) in ids]
+    return without_values(model, with_history(model))
 
 
 def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:

@@ -3,12 +3,11 @@ compute it together."""
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterable
 from contextlib import redirect_stderr
 from io import StringIO
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from asa.sharding.layers.propagate import Cut, SplitPlan, is_elementwise, propag
 from asa.sharding.layers.tokens import propagate_tokens
 from asa.sharding.randomness.samples import SampleDropout
 from asa.tracing.component import TracedComponent
-from asa.tracing.preserve import histories
+from asa.tracing.preserve import histories, on_meta, with_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -71,11 +70,7 @@ def _propagate_shapes(component: TracedComponent) -> None:
 
 def without_values(module: Module, more: Iterable[Tensor] = ()) -> Module:
     """A copy of ``module`` on the meta device, made without copying any value, also of ``more`` tensors in it."""
-    memo: dict[int, Any] = {}
-    for tensor in (*more, *module.parameters(), *module.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
+    return with_tensors(module, (*more, *module.parameters(), *module.buffers()), on_meta)
 
 
 def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[SplitPlan]:
@@ -233,9 +228,5 @@ def _offset_dropout(module: nn.Module, cut: Cut | None, axis: Axis) -> None:
 
 def detached_copy(component: TracedComponent, device: torch.device | str) -> TracedComponent:
     """A copy with its own parameters and buffers on ``device`` (``meta`` costs nothing)."""
-    memo = histories(component)
-    for p in component.parameters():
-        memo[id(p)] = nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)
-    for b in component.buffers():
-        memo[id(b)] = b.detach().to(device, copy=True)
-    return copy.deepcopy(component, memo)
+    tensors = (*component.parameters(), *component.buffers())
+    return with_tensors(component, tensors, lambda t: t.detach().to(device, copy=True), histories(component))

@@ -68,6 +68,10 @@ class ImageSet:
         """A copy on ``device``, where ``fetch`` then gathers and augments."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
+    def part(self, start: int, stop: int) -> ImageSet:
+        """Its samples from ``start`` to before ``stop``, not copied."""
+        return replace(self, images=self.images[start:stop], labels=self.labels[start:stop])
+
 
 def _hash(*tensors: Tensor) -> str:
     total = blake2b(digest_size=16)
@@ -99,12 +103,13 @@ def convert(pixels: Tensor, shape: Shape) -> Tensor:
     return interpolate(pixels, size=shape[1:], mode="bilinear", antialias=True, align_corners=False)
 
 
-def _converted(images: Tensor, shape: Shape) -> Tensor:
-    converted = torch.empty(images.shape[0], *shape, dtype=torch.uint8)
+def converted(images: Tensor, shape: Shape) -> Tensor:
+    """Pixels uint8 [N, C, H, W] as uint8 [N, *shape], as :func:`convert` converts them."""
+    result = torch.empty(images.shape[0], *shape, dtype=torch.uint8)
     for start in range(0, images.shape[0], _CHUNK):
         part = convert(images[start : start + _CHUNK].float(), shape)
-        converted[start : start + _CHUNK] = part.round().clamp_(0, 255).to(torch.uint8)  # may be an expanded view
-    return converted
+        result[start : start + _CHUNK] = part.round().clamp_(0, 255).to(torch.uint8)  # may be an expanded view
+    return result
 
 
 def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
@@ -138,6 +143,6 @@ def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
         steps.append(f"resized from {images.shape[1]}x{images.shape[2]} to {shape[1]}x{shape[2]}")
     pixels = images.images
     if len(images) * prod(shape) <= EAGER_BYTES:
-        pixels = _converted(pixels, shape)
+        pixels = converted(pixels, shape)
     source = f"{images.source} Images: {', '.join(steps)}."
     return replace(images, images=pixels, shape=shape, mean=mean, std=std, source=source)

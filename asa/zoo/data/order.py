@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from asa.errors import UsageError
@@ -21,15 +20,12 @@ def _shuffled(seed: int, epoch: int, num_samples: int) -> Tensor:
 class GlobalOrder:
     """The order of global sample indices, epoch by epoch.
 
-    An epoch is a permutation of 0..num_samples-1 that depends only on (seed, epoch); without ``shuffle`` it is
-    ascending. It is cut into batches of ``global_batch``; a shorter last batch is left out with ``drop_last``. A
-    *position* counts global samples since the start of the job, so it keeps its meaning when the number of ranks
-    changes.
+    An epoch is a permutation of 0..num_samples-1 that depends only on (seed, epoch). It is cut into batches of
+    ``global_batch``; a shorter last batch is left out with ``drop_last``. A *position* counts global samples since the
+    start of the job, so it keeps its meaning when the number of ranks changes.
     """
 
-    def __init__(
-        self, num_samples: int, global_batch: int, seed: int, *, shuffle: bool = True, drop_last: bool = False
-    ) -> None:
+    def __init__(self, num_samples: int, global_batch: int, seed: int, *, drop_last: bool = False) -> None:
         """Make the order of ``num_samples`` samples in batches of ``global_batch``.
 
         Raises:
@@ -45,19 +41,17 @@ class GlobalOrder:
         self.num_samples = num_samples
         self.global_batch = global_batch
         self.seed = seed
-        self.shuffle = shuffle
         self.samples_per_epoch = num_samples - num_samples % global_batch if drop_last else num_samples
 
-    def steps(self, epoch: int) -> int:
-        """Number of batches in ``epoch``, which is equal for all epochs."""
-        del epoch
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches in an epoch."""
         return -(-self.samples_per_epoch // self.global_batch)
 
     def position(self, epoch: int, step: int) -> int:
-        """Number of global samples used before ``step`` of ``epoch``; ``step`` may be ``steps(epoch)``, the epoch's
-        end."""
-        if epoch < 0 or not 0 <= step <= self.steps(epoch):
-            raise ValueError(f"epoch {epoch} step {step} is not among steps 0..{self.steps(epoch)}")
+        """Number of global samples used before ``step`` of ``epoch``; ``step`` may be ``steps_per_epoch``, its end."""
+        if epoch < 0 or not 0 <= step <= self.steps_per_epoch:
+            raise ValueError(f"epoch {epoch} step {step} is not among steps 0..{self.steps_per_epoch}")
         return epoch * self.samples_per_epoch + min(step * self.global_batch, self.samples_per_epoch)
 
     def locate(self, position: int) -> tuple[int, int]:
@@ -71,8 +65,6 @@ class GlobalOrder:
         global_batch]. It ends with its epoch."""
         epoch, start = self.locate(position)
         stop = min(start + self.global_batch, self.samples_per_epoch)
-        if not self.shuffle:
-            return torch.arange(start, stop)
         # A copy, because callers must not write to the cached permutation.
         return _shuffled(self.seed, epoch, self.num_samples)[start:stop].clone()
 
@@ -82,6 +74,6 @@ class GlobalOrder:
         Raises:
             ValueError: there is no such step.
         """
-        if not 0 <= step < self.steps(epoch):
-            raise ValueError(f"step {step} is not among the {self.steps(epoch)} steps of an epoch")
+        if not 0 <= step < self.steps_per_epoch:
+            raise ValueError(f"step {step} is not among the {self.steps_per_epoch} steps of an epoch")
         return self.at(self.position(epoch, step))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.zoo.data.draws import key, permutation
-from asa.zoo.data.images import ImageSet, convert
+from asa.zoo.data.images import ImageSet, converted
 from asa.zoo.data.language import TokenSet
 from asa.zoo.data.official import Split
 from asa.zoo.inputs import Shape, described, of_tokens
@@ -229,8 +229,7 @@ def _converted(x: Tensor, shape: Shape, spec: str) -> Tensor:
             f"--data {spec} has {x.shape[1]} channels, the model takes {shape[0]}; profile it with "
             f"--input {x.shape[1]}x{shape[1]}x{shape[2]}"
         )
-    parts = [convert(part.float(), shape).round().clamp_(0, 255).to(torch.uint8) for part in x.split(256)]
-    return torch.cat(parts)
+    return converted(x, shape)
 
 
 def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

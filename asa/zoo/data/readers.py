@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
-from asa.zoo.data.images import convert
+from asa.zoo.data.images import converted
 from asa.zoo.hub import reachable
 from asa.zoo.inputs import Shape, described, of_tokens
 
@@ -168,7 +168,7 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str], 
             images = torch.empty(len(sources), *shape, dtype=torch.uint8)
         sizes.append((height, width))
         modes.add(mode)
-        images[i] = convert(tensor[None].float(), shape).round().clamp_(0, 255)[0].to(torch.uint8)
+        images[i] = converted(tensor[None], shape)[0]
     if images is None or shape is None:
         raise InvalidInputError("no images were found")
     return Pictures(pixels=images, sizes=sizes, changes=_changes(shape, sizes, modes))
