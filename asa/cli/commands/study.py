@@ -231,9 +231,13 @@ def _block(
         train, _ = site.images()
         bench_setup.check_data(block_args, train, site.profile.graph.num_classes, block.global_batch)
 
+        told = 0
+
         def on_results(results: Results) -> None:
+            nonlocal told
             _store_rows(rows, block, tuple(results), args, name, results, "", train.source, len(train),
-                        train.num_classes, notes=tuple(site.notes))  # fmt: skip
+                        train.num_classes, notes=tuple(site.notes[told:]))  # fmt: skip
+            told = len(site.notes)  # what is said of one strategy is not said of the next
             write()
 
         study_runners.run(site, on_results)

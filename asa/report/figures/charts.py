@@ -30,8 +30,8 @@ class Chart:
 
 def charts(bench: Bench) -> tuple[Chart, ...]:
     """Figures of a benchmark: training time first, then predictions, speed-up, communication, learning, memory,
-    strategies."""
-    return (
+    strategies. Captions say so if devices were emulated."""
+    made = (
         training_time(bench),
         predicted_measured(bench),
         speedup(bench),
@@ -42,6 +42,12 @@ def charts(bench: Bench) -> tuple[Chart, ...]:
         memory(bench),
         assignment(bench),
     )
+    if not bench.environment.emulated:
+        return made
+    return tuple(replace(chart, caption=f"{_EMULATED} {chart.caption}") for chart in made)
+
+
+_EMULATED = "Emulated devices: ranks slept for the times of a profile, only messages were real, nothing was trained."
 
 
 def training_time(bench: Bench) -> Chart:

@@ -70,7 +70,7 @@ def html(bench: Bench, drawings: list[tuple[Chart, str]]) -> str:
     models = escape(", ".join(bench.settings.models))
     parts = [
         head(f"asa bench: {', '.join(bench.settings.models)}"),
-        f"<h1>{models} under every strategy</h1>",
+        f"<h1>{models} under every strategy{', on emulated devices' * bench.environment.emulated}</h1>",
         *(f'<p class="first">{escape(words.story(bench, model))}</p>' for model in bench.settings.models),
         figure(*first),
         _contents(bench, drawings),
@@ -183,6 +183,7 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
         "pdf.fonttype": 42,
         "font.family": "sans-serif",
         "font.size": 9,
+        "text.parse_math": False,  # dollar signs in the name of a file are no formula
     }
     with rc_context(settings):
         figure = chart.draw(chart.rows)

@@ -18,7 +18,6 @@ from asa.report.text import study as words
 from asa.report.text import study_values as figures
 from asa.report.text.bench import write_csv
 from asa.report.text.study_values import Figures
-from asa.report.text.verdicts import NO_VERDICT
 from asa.report.units import ranks
 
 
@@ -55,7 +54,7 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
     a quiet machine."""
     states = [row.state for row in study.rows]
     counted = ", ".join(f"{states.count(s)} {s}" for s in ("measured", "predicted", "refused", "open") if s in states)
-    busy = [row for row in study.rows if any(note.endswith(NO_VERDICT) for note in row.notes)]
+    busy = [row for row in study.rows if figures.busy(row)]
     fastest = []
     for model in dict.fromkeys(f.row.cell.model for f in rows):
         timed = [f for f in rows if f.row.cell.model == model and f.row.state == "measured" and f.samples_per_s

@@ -105,7 +105,7 @@ def render(study: Study) -> list[RenderableType]:
 
 
 def folded(study: Study) -> list[str]:
-    """Lines with each reason of refusal and its cells, notes, and the open work."""
+    """Single lines with each reason of refusal and its cells, notes, and the open work."""
     lines = [] if study.price is None else [f"costs: at {study.price:g} for a device and hour"]
     lines += [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
     left = _left(study)
@@ -123,7 +123,8 @@ def folded(study: Study) -> list[str]:
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
     lines += figures.against_synchronous(study, rows)
-    return lines + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+    lines += [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+    return [" ".join(text.split()) for text in lines]  # an error of several lines would end a comment or a list
 
 
 def _reasons(study: Study) -> dict[str, list[str]]:
@@ -226,9 +227,10 @@ def markdown(study: Study, rows: Sequence[Figures]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
-    c: "\\" + c for c in "&%$#_{}"
-}
+_SPECIAL = {c: "\\" + c for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}",
+}  # fmt: skip
 
 
 def latex(study: Study, rows: Sequence[Figures]) -> str:

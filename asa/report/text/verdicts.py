@@ -20,8 +20,13 @@ def noise_of(bench: Bench, model: str) -> Comparison | None:
 
 def between(bench: Bench, model: str, one: str, other: str) -> str:
     """The faster of two strategies, or why that is unknown; empty if the machine was busy or there are no pairs."""
-    pairs = [c for c in bench.comparisons if c.model == model and {c.left, c.right} == {one, other}]
+    pairs = paired(bench, model, one, other)
     return verdict(pairs[0], noise_of(bench, model), disturbed=bool(busy(bench, model))) if pairs else ""
+
+
+def paired(bench: Bench, model: str, one: str, other: str) -> list[Comparison]:
+    """Comparisons of two strategies in pairs; empty if they were not compared."""
+    return [c for c in bench.comparisons if c.model == model and {c.left, c.right} == {one, other}]
 
 
 def busy(bench: Bench, model: str) -> str:
