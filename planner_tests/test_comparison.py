@@ -9,6 +9,8 @@ import nouns
 import pytest
 import torch
 
+from asa.cli import bench_setup, emulated
+from asa.cli.commands import bench as verb
 from asa.cli.commands.bench import VERBS, one_of_each
 from asa.cli.comparison import FILLED, ModelBench, notes, prepare, results, settings, side_by_side
 from asa.cli.console import Console
@@ -18,6 +20,7 @@ from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint
 from asa.ir.plan import Plan
+from asa.report.pages import bench as page
 from asa.report.text.bench import clear_communication, near_chance
 from asa.zoo.data import ImageSet
 
@@ -102,6 +105,22 @@ def test_what_was_emulated_is_said_in_the_comparison_itself(tmp_path, monkeypatc
     contest = prepare(args, Console(), "tiny", nouns.cluster(2), 2, tmp_path)
     assert notes(contest)[0].startswith("tiny: emulated ")
     assert "from p.json, 5 times slower; nothing is trained" in notes(contest)[0]
+
+
+def test_a_comparison_on_emulated_devices_is_not_called_one_of_this_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    codec.save(nouns.profile(), tmp_path / "p.json")
+    words = ("--models", "tiny", "--strategies", "ddp", "--global-batch", "8", "--data", "digits", "--device",
+             "emulated:p.json")  # fmt: skip
+    args, made = arguments(VERBS[-1], words, {}), []
+    one_of_each(args)
+    monkeypatch.setattr(bench_setup, "cluster_here", lambda *_: nouns.cluster(2))
+    monkeypatch.setattr(emulated, "cells", lambda *a: [Cell(p.strategy, steps=[0.1] * 9) for p in a[2]])
+    monkeypatch.setattr(page, "write", lambda bench, folder: made.append(bench) or [folder])
+    verb._compare(args, Console(), tmp_path, "cpu", 2)
+    assert made[0].environment.device_name == f"emulated {nouns.profile().device.name}"
+    assert made[0].summary().startswith(f"bench on 2 ranks of emulated {nouns.profile().device.name}")
+    assert "nothing trained\n" in capsys.readouterr().out
 
 
 def test_an_emulated_device_of_other_inputs_than_asked_for_is_refused(tmp_path, monkeypatch):

@@ -154,6 +154,11 @@ def test_an_epoch_line_says_what_came_of_it():
     assert " ".join(long.split()).endswith(words)
 
 
+def test_samples_a_second_of_an_epoch_include_the_wait_for_data():
+    slow = replace(nouns.epoch().measurements, data_wait_s=1.5)
+    assert training.epoch_line(replace(nouns.epoch(), measurements=slow)).splitlines()[0].endswith("12.0 s, 4.00/s")
+
+
 def test_a_cross_comes_with_its_repair():
     text = tables.plain(
         checks.render(
@@ -310,7 +315,11 @@ def test_the_sentence_of_the_page_ranks_only_what_is_told_apart():
     assert said.startswith(
         "tiny: asa has the lowest median, 500 ms a step; 1.24 times as fast as plain data parallelism"
     )
-    assert said.endswith("not told apart from one device."), "they were never paired"
+    assert "one device" not in said, "they were never paired"
+    faster = tuple(
+        replace(r, step_time_s=replace(r.step_time_s, median=0.3)) if r.strategy == "tensor" else r for r in calm.results
+    )
+    assert bench.story(replace(calm, results=faster), "tiny") == "tiny: tensor has the lowest median, 300 ms a step."
     loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
     assert "times as fast" not in bench.story(loud, "tiny")
     assert "Other processes kept 1000.0 of " in bench.story(loud, "tiny"), "why there is no verdict"
@@ -557,3 +566,35 @@ def test_a_figure_of_which_nothing_is_known_is_left_out_and_an_early_end_is_in_t
 def test_a_plan_says_for_what_size_of_input_it_is():
     for shape, words in (((3, 224, 160), "of 224x160, "), ((128,), "of 128 tokens, "), ((1, 1, 4), "of 4 numbers, ")):
         assert words in str(plan.headline(replace(nouns.plan(), input_shape=shape)))
+
+
+def test_an_emulated_comparison_does_not_look_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))
+    made = nouns.bench()
+    stood_in = replace(made, environment=replace(made.environment, device_name="emulated Test GPU"))
+    for b, how in ((made, "measured"), (stood_in, "nothing trained")):
+        assert bench_screen.headline(b, "tiny").endswith(f", {how}")
+        assert all(("nothing was trained" in c.caption) is b.environment.emulated for c in charts.charts(b))
+    page.write(stood_in, tmp_path)
+    assert "under every strategy, on emulated devices</h1>" in (tmp_path / "report.html").read_text()
+
+
+def test_names_that_are_long_or_look_like_formulas_are_drawn_as_they_are(tmp_path):
+    name = "csv:" + "a_folder/" * 20 + r"$x$ $\frac{$.csv"
+    rows = tuple((panel, "strategy " * 9, 0.25, 0.2, 0.3, 0.21, 5.0) for panel in (name, f"other, {name}"))
+    chart = charts.Chart(name="time", title="t", caption="c", columns=("a",) * 7, rows=rows, draw=drawing.training_time)
+    _, svg = page.draw(chart, tmp_path)
+    assert r"$\frac{$.csv" in svg
+    assert f"<title>{'strategy ' * 9}: 0.25 seconds per step</title>" in svg
+    for axes in drawing.training_time(rows).axes:
+        texts = [axes.get_title(loc="left"), *(t.get_text() for t in axes.get_yticklabels())]
+        assert max(len(line) for text in texts for line in text.split("\n")) <= 46
+        assert texts[0].replace("\n", "").endswith(name)
+
+
+def test_many_strategies_beside_one_another_can_be_read():
+    rows = [("tiny", s, 0, "head", "replicate", 2, "none", 1, "replicate x2") for s in drawing.KNOWN]
+    figure = drawing.assignment(rows)
+    figure.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in figure.axes[0].get_xticklabels()]
+    assert all(a.x1 <= b.x0 for a, b in zip(boxes, boxes[1:], strict=False))

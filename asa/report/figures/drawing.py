@@ -276,7 +276,7 @@ def assignment(rows: Sequence[Row]) -> Figure:
         axes.set_ylim(len(names), 0)
         axes.set_xticks([i + 0.5 for i in range(len(strategies))], strategies)
         if len(strategies) * max(map(len, strategies), default=0) > _TITLE:  # side by side they would overlap
-            axes.tick_params(axis="x", labelrotation=60)
+            axes.tick_params(axis="x", labelrotation=90)
         axes.set_yticks([i + 0.5 for i in names], list(names.values()), fontsize=7)
         axes.tick_params(length=0)
         axes.grid(False)
