@@ -164,6 +164,7 @@ def test_more_ranks_than_are_here_are_predicted_for_the_cluster_of_the_study_or_
 def test_an_estimate_counts_every_training_of_its_own_and_its_start(monkeypatch):
     profile = nouns.profile()
     monkeypatch.setattr(verb.choose, "known_here", lambda *_: (profile, "profile tiny.json"))
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
 
     def estimate(gpus, *strategies):
         words = args("--study", "grid", "--models", "tiny", "--data", "digits", "--gpus", gpus, "--epochs", "2",
@@ -1004,3 +1005,19 @@ def test_a_prediction_tells_the_state_of_a_rank_apart_from_its_activations(tmp_p
     assert ddp.state_memory_bytes == pytest.approx(3 * weights, rel=0.05), "weights, gradients, momentum"
     assert fsdp.state_memory_bytes < ddp.state_memory_bytes / 3
     assert ddp.state_memory_bytes < ddp.predicted_memory_bytes
+
+
+def test_a_dry_run_counts_the_samples_that_are_there_and_foresees_refusals(monkeypatch, tmp_path):
+    monkeypatch.setattr(verb.choose, "known_here", lambda *_: (nouns.profile(), "profile tiny.json"))
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 32, 32))
+    (tmp_path / "one.csv").write_text("a,label\n" + "1,0\n" * 20)
+
+    def estimate(data):
+        words = args("--study", "grid", "--models", "tiny", "--data", data, "--gpus", "2", "--strategies", "ps_sync")
+        (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
+        return verb._estimate(block, block.strategies, words, None, "cpu", set())
+
+    made_up = 5000 // 64 * verb.single_device_step_s(nouns.profile(), 64)
+    assert estimate("cifar10")[0] == pytest.approx(made_up + verb._START_S), "there are no 50,000 here"
+    seconds, basis = estimate(f"csv:{tmp_path}/one.csv")
+    assert (seconds, basis.startswith("refused: --data csv:")) == (0.0, True)

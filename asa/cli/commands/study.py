@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -407,12 +407,15 @@ def _estimate(
         profiled.add(key)
         basis = "planned" if traced else "traced, then planned"
         return _PLAN_S * len(open_strategies) + (0.0 if traced else _TRACE_S), basis
+    try:
+        samples = _num_samples(block.data, args.data_root, _shape(block, args))
+    except AsaError as error:
+        return 0.0, f"refused: {error}"
     stored_profile = choose.known_here(block_args, console, block.model, device, block.gpus)
-    samples = SAMPLES.get(block.data)
     alone = sum(block.trains_separately or always_alone(s) for s in open_strategies)
     taking_turns = len(open_strategies) - alone
     starts_s = _START_S * (alone + bool(taking_turns))
-    if stored_profile is None or samples is None:
+    if stored_profile is None:
         first = 0.0 if key in profiled else choose.PROFILE_LIMIT_S
         profiled.add(key)
         share = args.budget / 2
@@ -424,6 +427,12 @@ def _estimate(
     training = runs * max(block.epochs) * (samples // block.global_batch) * step
     passes = "1 epoch" if max(block.epochs) == 1 else f"{max(block.epochs)} epochs"
     return training + starts_s, f"{passes} of steps of {units.seconds(step)}"
+
+
+@lru_cache(maxsize=8)
+def _num_samples(data: str, root: str | None, shape: tuple[int, ...]) -> int:
+    """Number of training samples that a measured block reads; made-up images are fewer than the official ones."""
+    return len(bench_setup.images(data, root, shape)[0])
 
 
 def single_device_step_s(profile: Profile, batch: int) -> float:
