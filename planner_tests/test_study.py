@@ -1021,3 +1021,19 @@ def test_a_dry_run_counts_the_samples_that_are_there_and_foresees_refusals(monke
     assert estimate("cifar10")[0] == pytest.approx(made_up + verb._START_S), "there are no 50,000 here"
     seconds, basis = estimate(f"csv:{tmp_path}/one.csv")
     assert (seconds, basis.startswith("refused: --data csv:")) == (0.0, True)
+
+
+def test_figures_of_a_study_show_speed_up_and_communication():
+    single = replace(row("single"), cell=cell("single", gpus=1))
+    crowded = replace(row("tensor", gpus=4), oversubscribed=True)
+    foreseen = replace(row("asa"), state="predicted", cell=cell("asa", mode="predicted", devices="eight GPUs"))
+    rows = study_figures.of(study(single, row("ddp"), crowded, foreseen))
+    drawn = {c.name: c for c in study_page.charts(rows)}
+    ratios = {r[1]: r[5:] for r in drawn["speedup"].rows}
+    assert ratios.keys() == {"ddp", "tensor"}, "the prediction has no single device of its kind beside it"
+    assert ratios["ddp"][1] == pytest.approx(1.0 / 0.62)
+    assert ratios["tensor"][1] is None, "more ranks than cores"
+    assert ratios["tensor"][0] == pytest.approx(0.95 / (0.71 * 1.01))
+    assert [r[1:3] for r in drawn["communication"].rows][1] == ("ddp", pytest.approx(0.9 * 0.62))
+    for name in ("speedup", "communication"):
+        drawn[name].draw(drawn[name].rows)

@@ -105,8 +105,8 @@ def speedup(bench: Bench) -> Chart:
             p.ranks,
             p.predicted_s,
             p.measured_s,
-            _ratio(predicted_single.get(p.model), p.predicted_s),
-            _ratio(measured_single.get(p.model), p.measured_s),
+            ratio(predicted_single.get(p.model), p.predicted_s),
+            ratio(measured_single.get(p.model), p.measured_s),
         )
         for p in bench.scaling
         if p.strategy != "single"
@@ -232,5 +232,6 @@ def assignment(bench: Bench) -> Chart:
     )
 
 
-def _ratio(single: float | None, parallel: float | None) -> float | None:
+def ratio(single: float | None, parallel: float | None) -> float | None:
+    """The speed-up; None if a time is unknown."""
     return single / parallel if single and parallel else None

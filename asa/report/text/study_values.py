@@ -224,15 +224,15 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
     if metric == "accuracy_percent":
         return None if f.accuracy is None else 100 * f.accuracy
     if metric == "speedup_over_single":
-        single = _beside(f, by_cell, "single", gpus=1)
+        single = beside(f, by_cell, "single", gpus=1)
         return single.step_s / f.step_s if single is not None and single.step_s and f.step_s else None
     if metric == "gain_over_hybrid_percent":
-        hybrid = _beside(f, by_cell, "hybrid")
+        hybrid = beside(f, by_cell, "hybrid")
         return 100 * (hybrid.step_s / f.step_s - 1) if hybrid is not None and hybrid.step_s and f.step_s else None
     return None  # a time of unknown epochs
 
 
-def _beside(f: Figures, by_cell: dict[StudyCell, Figures], strategy: str, **changes: Any) -> Figures | None:
+def beside(f: Figures, by_cell: dict[StudyCell, Figures], strategy: str, **changes: Any) -> Figures | None:
     """The row of another ``strategy`` for the same training, measured in the same way if there is one: it has no
     microbatches, and takes turns or trains alone whatever ``f`` does."""
     wanted = replace(f.row.cell, strategy=strategy, microbatches=None, **changes)
