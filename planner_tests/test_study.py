@@ -926,7 +926,8 @@ def test_a_reason_of_several_lines_and_signs_of_markup_stay_in_their_place():
     tex, text = report.latex(made, rows), report.markdown(made, rows)
     assert r"a\textless{}b\textgreater{}" in tex
     assert "% refused (1): fsdp of a<b> on 2: first line second & more" in tex
-    assert "- refused (1): fsdp of a<b> on 2: first line second & more" in text
+    assert "- refused (1): fsdp of a&lt;b> on 2: first line second & more" in text
+    assert "<" not in text
     assert not [line for line in (*tex.splitlines(), *text.splitlines()) if line.strip().startswith("second")]
 
 
