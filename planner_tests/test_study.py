@@ -1038,3 +1038,18 @@ def test_figures_of_a_study_show_speed_up_and_communication():
     assert [r[1:3] for r in drawn["communication"].rows][1] == ("ddp", pytest.approx(0.9 * 0.62))
     for name in ("speedup", "communication"):
         drawn[name].draw(drawn[name].rows)
+
+
+def test_rows_of_tables_set_the_input_of_a_study_each_its_own(tmp_path):
+    for columns in (2, 3):
+        line = ",".join("1234"[:columns])
+        head = ",".join("abcd"[:columns])
+        (tmp_path / f"{columns}.csv").write_text(f"{head},label\n" + f"{line},0\n{line},1\n" * 20)
+    data = ",".join(f"csv:{tmp_path}/{columns}.csv" for columns in (2, 3))
+    words = args("--study", "grid", "--models", "logistic", "--data", f"{data},digits", "--gpus", "1")
+    blocks = study_grid.define(words, most=2, cluster_gpus=None).blocks
+    assert [verb._shape(b, words) for b in blocks] == [(1, 1, 2), (1, 1, 3), (3, 32, 32)]
+    assert [verb._block_arguments(words, b).input for b in blocks] == [(1, 1, 2), (1, 1, 3), None]
+    asked = args("--study", "grid", "--models", "logistic", "--data", data, "--gpus", "1", "--input", "3x8x8")
+    for block in study_grid.define(asked, most=2, cluster_gpus=None).blocks:
+        assert verb._shape(block, asked) == verb._block_arguments(asked, block).input == (3, 8, 8)

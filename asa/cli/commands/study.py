@@ -24,6 +24,7 @@ from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow, always_alone
 from asa.profiler.paths import slug
+from asa.zoo import specs
 
 if TYPE_CHECKING:
     from asa.cli.commands.study_runners import Results, Site
@@ -107,7 +108,6 @@ def _check(args: Arguments, study: Definition) -> None:
     from asa.cost.machine.widen import MOST_DEVICES
     from asa.planner.space import baselines
     from asa.strategies import offered
-    from asa.zoo import specs
 
     largest = max((b.gpus for b in study.blocks), default=1)
     if largest > MOST_DEVICES:
@@ -197,9 +197,26 @@ def _open_strategies(block: Block, args: Arguments, rows: dict[StudyCell, StudyR
 
 
 def _shape(block: Block, args: Arguments) -> tuple[int, ...]:
+    return _sample_shape(block.model, block.data, args.data_root, block.input_shape or None, args.classes)
+
+
+@lru_cache(maxsize=64)
+def _sample_shape(
+    model: str, data: str, root: str | None, asked: tuple[int, ...] | None, classes: int | None
+) -> tuple[int, ...]:  # fmt: skip
+    """Shape of a sample: as asked for, or that of a row if the data are a table of numbers, or the model's own."""
+    from asa.zoo.data.own import TableError
     from asa.zoo.models import default_input
 
-    return default_input(block.model, block.input_shape or None, args.classes)[0]
+    shape = default_input(model, asked, classes)[0]
+    if asked is None and specs.is_own(data):
+        try:
+            bench_setup.images(data, root, shape)
+        except TableError as error:
+            return error.shape
+        except AsaError:
+            pass  # the block is refused with it
+    return shape
 
 
 def _block(
@@ -273,8 +290,9 @@ def _block_arguments(args: Arguments, block: Block) -> Arguments:
         **vars(args), "models": (block.model,), "data": block.data, "gpus": block.gpus, "seed": block.seed,
         "global_batch": block.global_batch, "precision": block.precision, "strategies": block.strategies,
     }  # fmt: skip
-    if block.input_shape and not args.tokens:
-        values["input"] = block.input_shape
+    shape = _shape(block, args)
+    if not args.tokens and (block.input_shape or (specs.is_own(block.data) and len(shape) == 3)):
+        values["input"] = shape
     origin = {**args.origin, "precision": "flag"}
     for name in ("origin", "words"):
         values.pop(name, None)
