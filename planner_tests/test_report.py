@@ -461,6 +461,9 @@ def test_the_page_can_be_heard_and_walked_through(written):
     text = (written / "report.html").read_text()
     assert len(re.findall(r'<svg role="img" aria-labelledby="[^"]+" aria-describedby="[^"]+"', text)) == len(FIGURES)
     assert text.count("<table>") == text.count("<caption>") == text.count('role="region"')
+    values = re.findall(r"<details><summary>Values</summary>.*?</details>", text)
+    assert len(values) == len(FIGURES), "values without a pointer"
+    assert all(">0.62<" in found for found in values[:2])
     heads = re.findall(r"<th[ >]", text)
     assert len(heads) == len(re.findall(r'<th scope="(?:col|row)"', text))
     ids = set(re.findall(r'id="([^"]+)"', text))
@@ -598,3 +601,9 @@ def test_many_strategies_beside_one_another_can_be_read():
     figure.draw_without_rendering()
     boxes = [t.get_window_extent() for t in figure.axes[0].get_xticklabels()]
     assert all(a.x1 <= b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
+
+
+def test_a_figure_of_very_many_values_leaves_them_to_its_file():
+    chart = charts.training_time(nouns.bench())
+    assert "<details>" in page.figure(chart, "<svg />")
+    assert "<details>" not in page.figure(replace(chart, rows=20 * chart.rows), "<svg />")
