@@ -264,6 +264,9 @@ def test_a_screen_of_few_or_slower_pairs_says_so():
     few = verdicts.against(pairs("asa", "ddp", 0.5, 0.6, 5), noise)
     assert few == "ddp: +45.0 % (all: 40.0 to 50.0 %, 5 pairs): too few pairs to tell"
     assert verdicts.against(pairs("asa", "ddp", 0.98, 1.0), noise).endswith("not told apart from noise")
+    other = [verdicts.against(pairs("ddp", "fsdp", *ends), noise) for ends in ((0.7, 0.8), (0.98, 1.0))]
+    assert other[0].startswith("ddp is 25.0 % faster than fsdp ("), "asa alone needs no name"
+    assert other[1].startswith("ddp against fsdp: +1.0 % (")
 
 
 def pairs(left: str, right: str, low: float, high: float, n: int = 9, **others: float) -> nouns.b.Comparison:

@@ -101,7 +101,8 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> Results:
 
 
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
-    """Sentences on the paired comparisons of ``asa`` with the others, and on the ratio that noise alone reaches."""
+    """Sentences on the paired comparisons of ``asa``, or else of ``ddp``, with the others, and on the ratio that noise
+    alone reaches."""
     from asa.launch import usable_cores
     from asa.report.text.verdicts import busy_note, comparison
 
