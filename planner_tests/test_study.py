@@ -1053,3 +1053,18 @@ def test_rows_of_tables_set_the_input_of_a_study_each_its_own(tmp_path):
     asked = args("--study", "grid", "--models", "logistic", "--data", data, "--gpus", "1", "--input", "3x8x8")
     for block in study_grid.define(asked, most=2, cluster_gpus=None).blocks:
         assert verb._shape(block, asked) == verb._block_arguments(asked, block).input == (3, 8, 8)
+
+
+def test_predicted_parameter_servers_are_compared_with_synchronous_ones_too():
+    published = tuple(
+        Published(strategy=s, model="tiny", data="mnist", hardware="A10G", gpus=2, metric="training_time_s", value=v,
+                  source="a table") for s, v in (("ps_sync", 100.0), ("ps_async", 80.0))
+    )  # fmt: skip
+    foreseen = [
+        replace(row("ddp"), state="predicted", cell=cell(s, mode="predicted", devices="a10g-pcie-4"),
+                result=replace(row("ddp").result, step_time_s=None, why_not="predicted", predicted_step_time_s=t))
+        for s, t in (("ps_sync", 1.0), ("ps_async", 0.9))
+    ]  # fmt: skip
+    made = study(*foreseen, published=published)
+    told = study_figures.against_synchronous(made, study_figures.of(made))
+    assert told[1] == "predicted: ps_async against ps_sync: time -10.0 % (1 cells)"

@@ -251,9 +251,9 @@ _SYNCHRONOUS = "ps_sync"
 
 
 def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
-    """Time and accuracy of other parameter servers against synchronous ones, as published and in the measured
-    ``rows``: a sentence for each, with the lowest and highest of all models and numbers of ranks. Times of more ranks
-    than cores, and of a busy machine, are left out."""
+    """Time and accuracy of other parameter servers against synchronous ones, as published, and in the measured and the
+    predicted ``rows``: a sentence for each, with the lowest and highest of all models and numbers of ranks. Times of
+    more ranks than cores, and of a busy machine, are left out."""
     told = {(p.strategy, p.model, p.gpus, p.metric): p.value for p in study.published}
     times: dict[str, list[tuple[float, float]]] = {}
     hits: dict[str, list[tuple[float, float]]] = {}
@@ -262,12 +262,13 @@ def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
         if strategy != _SYNCHRONOUS and base is not None:
             pairs = times if metric == "training_time_s" else hits if metric == "accuracy_percent" else {}
             pairs.setdefault(f"published: {strategy}", []).append((value, base))
-    synchronous = {f.row.cell: f for f in rows if f.row.cell.strategy == _SYNCHRONOUS and f.row.state == "measured"}
+    kinds = {"measured": "here", "predicted": "predicted"}
+    synchronous = {f.row.cell: f for f in rows if f.row.cell.strategy == _SYNCHRONOUS and f.row.state in kinds}
     published = {name.removeprefix("published: ") for name in (*times, *hits)}
     for f in rows:
         other = synchronous.get(replace(f.row.cell, strategy=_SYNCHRONOUS))
-        if f.row.cell.strategy in published and f.row.state == "measured" and other is not None:
-            name = f"here: {f.row.cell.strategy}"
+        if f.row.cell.strategy in published and f.row.state in kinds and other is not None:
+            name = f"{kinds[f.row.state]}: {f.row.cell.strategy}"
             if f.epoch_s and other.epoch_s and not f.row.oversubscribed and not (busy(f.row) or busy(other.row)):
                 times.setdefault(name, []).append((f.epoch_s, other.epoch_s))
             if f.accuracy is not None and other.accuracy is not None:
