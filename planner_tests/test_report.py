@@ -610,3 +610,12 @@ def test_a_figure_of_very_many_values_leaves_them_to_its_file():
     chart = charts.training_time(nouns.bench())
     assert "<details>" in page.figure(chart, "<svg />")
     assert "<details>" not in page.figure(replace(chart, rows=20 * chart.rows), "<svg />")
+
+
+def test_results_csv_has_how_devices_were_used():
+    made = nouns.bench()
+    used = replace(made.results[0], utilisation=0.9, mfu=0.4, state_memory_bytes=7, energy_j=12.0, data_wait_s=0.1)
+    row = dict(zip(bench.CSV_COLUMNS, bench.csv_rows(replace(made, results=(used,)))[0], strict=True))
+    assert [row[n] for n in ("utilisation", "mfu", "state_memory_bytes", "energy_j_per_step", "data_wait_s")] == [
+        0.9, 0.4, 7, 12.0, 0.1,
+    ]  # fmt: skip

@@ -228,6 +228,12 @@ CSV_COLUMNS = (
     "why_not",
     "epoch_s",
     "cost_per_epoch",
+    "data_wait_s",
+    "utilisation",
+    "mfu",
+    "state_memory_bytes",
+    "reserved_memory_bytes",
+    "energy_j_per_step",
 )
 
 
@@ -259,6 +265,12 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
                 r.why_not,
                 epoch_s(r, samples),
                 epoch_cost(r, price, samples),
+                r.data_wait_s,
+                r.utilisation,
+                r.mfu,
+                r.state_memory_bytes,
+                r.reserved_memory_bytes,
+                r.energy_j,
             )
         )
     return rows
