@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import doctest
+import itertools
 import math
 import random
 import re
@@ -319,9 +320,7 @@ def test_the_sentence_of_the_page_ranks_only_what_is_told_apart():
         "tiny: asa has the lowest median, 500 ms a step; 1.24 times as fast as plain data parallelism"
     )
     assert "one device" not in said, "they were never paired"
-    faster = tuple(
-        replace(r, step_time_s=nouns.stat(0.3, 30)) if r.strategy == "tensor" else r for r in calm.results
-    )
+    faster = tuple(replace(r, step_time_s=nouns.stat(0.3, 30)) if r.strategy == "tensor" else r for r in calm.results)
     assert bench.story(replace(calm, results=faster), "tiny") == "tiny: tensor has the lowest median, 300 ms a step."
     loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
     assert "times as fast" not in bench.story(loud, "tiny")
@@ -603,7 +602,7 @@ def test_many_strategies_beside_one_another_can_be_read():
     figure = drawing.assignment(rows)
     figure.draw_without_rendering()
     boxes = [t.get_window_extent() for t in figure.axes[0].get_xticklabels()]
-    assert all(a.x1 <= b.x0 for a, b in zip(boxes, boxes[1:], strict=False))
+    assert all(a.x1 <= b.x0 for a, b in itertools.pairwise(boxes))
 
 
 def test_a_figure_of_very_many_values_leaves_them_to_its_file():

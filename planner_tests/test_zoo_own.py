@@ -441,8 +441,14 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "sizes", "added"),
-    [("mapped", (16, 4), 0), ("two", (20, 3), 0), ("streamed", (16, 4), 0), ("loaded", (16, 4), 1),
-     ("named", (16, 4), 0), ("named_loaded", (16, 4), 0)],
+    [
+        ("mapped", (16, 4), 0),
+        ("two", (20, 3), 0),
+        ("streamed", (16, 4), 0),
+        ("loaded", (16, 4), 1),
+        ("named", (16, 4), 0),
+        ("named_loaded", (16, 4), 0),
+    ],
 )
 def test_any_dataset_of_a_function(module, name, sizes, added):
     train, test = (opened(f"{module}:{name}", s, (1, 1, 2)) for s in ("train", "test"))

@@ -45,7 +45,8 @@ figure { margin: 1.4rem 0; } .paper { --cover: #fff; border-radius: 6px; padding
 figure svg { width: 100%; height: auto; display: block; mix-blend-mode: multiply; } figcaption { margin-top: .4rem; }
 summary { color: var(--soft); font-size: .9rem; margin-top: .4rem; cursor: pointer; }
 ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
-@media print { body { max-width: none; margin: 0; } nav, details { display: none; } figure, table { break-inside: avoid; } }
+@media print { body { max-width: none; margin: 0; } nav, details { display: none; }
+               figure, table { break-inside: avoid; } }
 """
 
 
