@@ -1062,7 +1062,8 @@ def test_predicted_parameter_servers_are_compared_with_synchronous_ones_too():
     )  # fmt: skip
     foreseen = [
         replace(row("ddp"), state="predicted", cell=cell(s, mode="predicted", devices="a10g-pcie-4"),
-                result=replace(row("ddp").result, step_time_s=None, why_not="predicted", predicted_step_time_s=t, accuracy=()))
+                result=replace(row("ddp").result, step_time_s=None, why_not="predicted", predicted_step_time_s=t,
+                               accuracy=()))
         for s, t in (("ps_sync", 1.0), ("ps_async", 0.9))
     ]  # fmt: skip
     made = study(*foreseen, published=published)
