@@ -9,15 +9,19 @@ import nouns
 import pytest
 import torch
 
+from asa.cli import bench_setup, emulated
+from asa.cli.commands import bench as verb
 from asa.cli.commands.bench import VERBS, one_of_each
-from asa.cli.comparison import FILLED, ModelBench, notes, prepare, results, settings, side_by_side
+from asa.cli.comparison import FILLED, ModelBench, measure, notes, prepare, results, settings, side_by_side
 from asa.cli.console import Console
 from asa.cli.settings import arguments
 from asa.errors import UsageError
+from asa.executor.measuring import benchmark
 from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint
 from asa.ir.plan import Plan
+from asa.report.pages import bench as page
 from asa.report.text.bench import clear_communication, near_chance
 from asa.zoo.data import ImageSet
 
@@ -104,9 +108,49 @@ def test_what_was_emulated_is_said_in_the_comparison_itself(tmp_path, monkeypatc
     assert "from p.json, 5 times slower; nothing is trained" in notes(contest)[0]
 
 
+def test_a_comparison_on_emulated_devices_is_not_called_one_of_this_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    codec.save(nouns.profile(), tmp_path / "p.json")
+    words = ("--models", "tiny", "--strategies", "ddp", "--global-batch", "8", "--data", "digits", "--device",
+             "emulated:p.json")  # fmt: skip
+    args, made = arguments(VERBS[-1], words, {}), []
+    one_of_each(args)
+    monkeypatch.setattr(bench_setup, "cluster_here", lambda *_: nouns.cluster(2))
+    monkeypatch.setattr(emulated, "cells", lambda *a: [Cell(p.strategy, steps=[0.1] * 9) for p in a[2]])
+    monkeypatch.setattr(page, "write", lambda bench, folder: made.append(bench) or [folder])
+    verb._compare(args, Console(), tmp_path, "cpu", 2)
+    assert made[0].environment.device_name == f"emulated {nouns.profile().device.name}"
+    assert made[0].summary().startswith(f"bench on 2 ranks of emulated {nouns.profile().device.name}")
+    assert "nothing trained\n" in capsys.readouterr().out
+
+
 def test_an_emulated_device_of_other_inputs_than_asked_for_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     codec.save(nouns.profile(), tmp_path / "p.json")
     words = ("--strategies", "ddp", "--device", "emulated:p.json", "--input", "3x7x7")
     with pytest.raises(UsageError, match=r"p.json is a profile of tiny at .*leave out --input, --classes and --prec"):
         prepare(arguments(VERBS[-1], words, {}), Console(), "tiny", nouns.cluster(2), 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "compared"),
+    [
+        (("single", "ddp"), [("ddp", "single")]),
+        (("single", "ddp", "asa"), [("asa", "ddp"), ("asa", "single")]),
+        (("single", "tensor"), [("single", "tensor")]),
+    ],
+)
+def test_strategies_are_compared_in_pairs_with_asa_or_else_with_ddp(strategies, compared, monkeypatch):
+    def run(plans, *_, on_message):
+        times = [0.5 + 0.1 * i for i in range(len(plans))]
+        return [Cell(p.strategy, steps=[t] * 6, turns=[[t, t]] * 6) for t, p in zip(times, plans, strict=True)]
+
+    monkeypatch.setattr(benchmark, "measure", run)
+    contest = _contest()
+    contest.plans = {s: contest.plans[s] for s in strategies}
+    args = arguments(VERBS[-1], ("--models", "cnn"), {})
+    one_of_each(args)
+    measure(contest, args, Console(), "cpu", 1.0, lambda: None)
+    first, *others = contest.comparisons
+    assert first.left == first.right, "noise"
+    assert [(c.left, c.right) for c in others] == compared

@@ -115,3 +115,11 @@ def test_the_studies_of_the_page_are_those_there_are() -> None:
 
     page = (ROOT / "docs" / "studies.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", page, re.M) == list(study_grid.known())
+
+
+def test_the_studies_of_the_page_can_be_foreseen_as_they_are_written(tmp_path: Path) -> None:
+    walk = commands(ROOT / "docs" / "studies.md")
+    assert len(walk) >= 2
+    for words in walk:
+        said = asa(*words, *(() if "--dry-run" in words else ("--dry-run",)), cwd=tmp_path).stdout
+        assert "in all" in said

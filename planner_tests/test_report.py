@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import doctest
+import itertools
 import math
 import random
 import re
@@ -154,6 +155,11 @@ def test_an_epoch_line_says_what_came_of_it():
     assert " ".join(long.split()).endswith(words)
 
 
+def test_samples_a_second_of_an_epoch_include_the_wait_for_data():
+    slow = replace(nouns.epoch().measurements, data_wait_s=1.5)
+    assert training.epoch_line(replace(nouns.epoch(), measurements=slow)).splitlines()[0].endswith("12.0 s, 4.00/s")
+
+
 def test_a_cross_comes_with_its_repair():
     text = tables.plain(
         checks.render(
@@ -259,6 +265,9 @@ def test_a_screen_of_few_or_slower_pairs_says_so():
     few = verdicts.against(pairs("asa", "ddp", 0.5, 0.6, 5), noise)
     assert few == "ddp: +45.0 % (all: 40.0 to 50.0 %, 5 pairs): too few pairs to tell"
     assert verdicts.against(pairs("asa", "ddp", 0.98, 1.0), noise).endswith("not told apart from noise")
+    other = [verdicts.against(pairs("ddp", "fsdp", *ends), noise) for ends in ((0.7, 0.8), (0.98, 1.0))]
+    assert other[0].startswith("ddp is 25.0 % faster than fsdp ("), "asa alone needs no name"
+    assert other[1].startswith("ddp against fsdp: +1.0 % (")
 
 
 def pairs(left: str, right: str, low: float, high: float, n: int = 9, **others: float) -> nouns.b.Comparison:
@@ -310,7 +319,9 @@ def test_the_sentence_of_the_page_ranks_only_what_is_told_apart():
     assert said.startswith(
         "tiny: asa has the lowest median, 500 ms a step; 1.24 times as fast as plain data parallelism"
     )
-    assert said.endswith("not told apart from one device."), "they were never paired"
+    assert "one device" not in said, "they were never paired"
+    faster = tuple(replace(r, step_time_s=nouns.stat(0.3, 30)) if r.strategy == "tensor" else r for r in calm.results)
+    assert bench.story(replace(calm, results=faster), "tiny") == "tiny: tensor has the lowest median, 300 ms a step."
     loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
     assert "times as fast" not in bench.story(loud, "tiny")
     assert "Other processes kept 1000.0 of " in bench.story(loud, "tiny"), "why there is no verdict"
@@ -452,6 +463,9 @@ def test_the_page_can_be_heard_and_walked_through(written):
     text = (written / "report.html").read_text()
     assert len(re.findall(r'<svg role="img" aria-labelledby="[^"]+" aria-describedby="[^"]+"', text)) == len(FIGURES)
     assert text.count("<table>") == text.count("<caption>") == text.count('role="region"')
+    values = re.findall(r"<details><summary>Values</summary>.*?</details>", text)
+    assert len(values) == len(FIGURES), "values without a pointer"
+    assert all(">0.62<" in found for found in values[:2])
     heads = re.findall(r"<th[ >]", text)
     assert len(heads) == len(re.findall(r'<th scope="(?:col|row)"', text))
     ids = set(re.findall(r'id="([^"]+)"', text))
@@ -557,3 +571,50 @@ def test_a_figure_of_which_nothing_is_known_is_left_out_and_an_early_end_is_in_t
 def test_a_plan_says_for_what_size_of_input_it_is():
     for shape, words in (((3, 224, 160), "of 224x160, "), ((128,), "of 128 tokens, "), ((1, 1, 4), "of 4 numbers, ")):
         assert words in str(plan.headline(replace(nouns.plan(), input_shape=shape)))
+
+
+def test_an_emulated_comparison_does_not_look_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))
+    made = nouns.bench()
+    stood_in = replace(made, environment=replace(made.environment, device_name="emulated Test GPU"))
+    for b, how in ((made, "measured"), (stood_in, "nothing trained")):
+        assert bench_screen.headline(b, "tiny").endswith(f", {how}")
+        assert all(("nothing was trained" in c.caption) is b.environment.emulated for c in charts.charts(b))
+    page.write(stood_in, tmp_path)
+    assert "under every strategy, on emulated devices</h1>" in (tmp_path / "report.html").read_text()
+
+
+def test_names_that_are_long_or_look_like_formulas_are_drawn_as_they_are(tmp_path):
+    name = "csv:" + "a_folder/" * 20 + r"$x$ $\frac{$.csv"
+    rows = tuple((panel, "strategy " * 9, 0.25, 0.2, 0.3, 0.21, 5.0) for panel in (name, f"other, {name}"))
+    chart = charts.Chart(name="time", title="t", caption="c", columns=("a",) * 7, rows=rows, draw=drawing.training_time)
+    _, svg = page.draw(chart, tmp_path)
+    assert r"$\frac{$.csv" in svg
+    assert f"<title>{'strategy ' * 9}: 0.25 seconds per step</title>" in svg
+    for axes in drawing.training_time(rows).axes:
+        texts = [axes.get_title(loc="left"), *(t.get_text() for t in axes.get_yticklabels())]
+        assert max(len(line) for text in texts for line in text.split("\n")) <= 46
+        assert texts[0].replace("\n", "").endswith(name)
+
+
+def test_many_strategies_beside_one_another_can_be_read():
+    rows = [("tiny", s, 0, "head", "replicate", 2, "none", 1, "replicate x2") for s in drawing.KNOWN]
+    figure = drawing.assignment(rows)
+    figure.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in figure.axes[0].get_xticklabels()]
+    assert all(a.x1 <= b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_a_figure_of_very_many_values_leaves_them_to_its_file():
+    chart = charts.training_time(nouns.bench())
+    assert "<details>" in page.figure(chart, "<svg />")
+    assert "<details>" not in page.figure(replace(chart, rows=20 * chart.rows), "<svg />")
+
+
+def test_results_csv_has_how_devices_were_used():
+    made = nouns.bench()
+    used = replace(made.results[0], utilisation=0.9, mfu=0.4, state_memory_bytes=7, energy_j=12.0, data_wait_s=0.1)
+    row = dict(zip(bench.CSV_COLUMNS, bench.csv_rows(replace(made, results=(used,)))[0], strict=True))
+    assert [row[n] for n in ("utilisation", "mfu", "state_memory_bytes", "energy_j_per_step", "data_wait_s")] == [
+        0.9, 0.4, 7, 12.0, 0.1,
+    ]  # fmt: skip

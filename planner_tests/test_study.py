@@ -164,6 +164,7 @@ def test_more_ranks_than_are_here_are_predicted_for_the_cluster_of_the_study_or_
 def test_an_estimate_counts_every_training_of_its_own_and_its_start(monkeypatch):
     profile = nouns.profile()
     monkeypatch.setattr(verb.choose, "known_here", lambda *_: (profile, "profile tiny.json"))
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
 
     def estimate(gpus, *strategies):
         words = args("--study", "grid", "--models", "tiny", "--data", "digits", "--gpus", gpus, "--epochs", "2",
@@ -231,7 +232,7 @@ def test_tables_hold_every_cell_and_escape_what_is_special(tmp_path, monkeypatch
     lines = [x for x in text.splitlines() if x.startswith("| ")][: len(rows) + 1]
     assert len({x.replace(r"\|", "").count("|") for x in lines}) == 1, "as many columns in every row"
     tex = (tmp_path / "study.tex").read_text()
-    assert r"a\_b|c" in tex
+    assert r"a\_b\textbar{}c" in tex
     assert "% refused (1): fsdp of a_b|c on 2: 100 % & more_or|less" in tex
     body = [x for x in tex.splitlines() if x.endswith(r" \\")]
     assert len({x.replace(r"\&", "").count("&") for x in body}) == 1
@@ -900,3 +901,171 @@ def test_a_table_tells_seeds_apart_and_shows_the_age_of_gradients_at_servers():
     figures = dict(zip(study_figures.COLUMNS, study_figures.plain(study_figures.of(study(served))[0]), strict=True))
     assert (figures["mean_age"], figures["most_age"]) == (1.5, 2)
     assert {"seed", "age of gradients"}.isdisjoint(table_of(first)[0])
+
+
+def test_a_speed_up_is_found_whatever_way_both_were_measured():
+    p = Published(strategy="ps_async", model="", data="digits", hardware="RTX", gpus=2, metric="speedup_over_single",
+                  value=1.3, source="a table")  # fmt: skip
+    alone, turns = (replace(row("single"), cell=cell("single", gpus=1, alone=way)) for way in (True, False))
+    served = replace(row("ddp"), cell=cell("ps_async"))
+    piped = replace(row("ddp"), cell=cell("gpipe", microbatches=4))
+    for single in (alone, turns):
+        made = study(single, served, piped, published=(p, replace(p, strategy="gpipe")))
+        found = {f.row.cell.strategy: f.published for f in study_figures.of(made)}
+        assert [value for s in ("ps_async", "gpipe") for _, value in found[s]] == 2 * [pytest.approx(1.0 / 0.62)]
+    slower = replace(turns, result=replace(turns.result, step_time_s=nouns.stat(9.0, 30)))
+    made = study(slower, alone, served, published=(p,))
+    ((_, value),) = next(f.published for f in study_figures.of(made) if f.published)
+    assert value == pytest.approx(1.0 / 0.62), "what was measured in the same way comes first"
+
+
+def test_a_reason_of_several_lines_and_signs_of_markup_stay_in_their_place():
+    refused = StudyRow(cell=cell("fsdp", model="a<b>"), state="refused", result=None, why="first line\n  second & more")
+    made = study(row("ddp"), refused)
+    rows = study_figures.of(made)
+    tex, text = report.latex(made, rows), report.markdown(made, rows)
+    assert r"a\textless{}b\textgreater{}" in tex
+    assert "% refused (1): fsdp of a<b> on 2: first line second & more" in tex
+    assert "- refused (1): fsdp of a&lt;b> on 2: first line second & more" in text
+    assert "<" not in text
+    assert not [line for line in (*tex.splitlines(), *text.splitlines()) if line.strip().startswith("second")]
+
+
+def test_a_training_of_its_own_on_a_busy_machine_is_named(monkeypatch, tmp_path):
+    def trained(*_, on_event, **__):
+        unknown = {**codec.to_data(nouns.epoch(0)), "validation_loss": None, "validation_accuracy": None}
+        on_event({"event": "epoch", "line": "", **unknown})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("asa.executor.running.run.train", trained)
+    monkeypatch.setattr("asa.instruments.other_load.watching", lambda: nullcontext(SimpleNamespace(cores=1.5)))
+    monkeypatch.setattr("asa.launch.usable_cores", lambda: 2)
+    monkeypatch.setattr(study_runners.Site, "images", lambda _: (range(80), range(8)))
+    monkeypatch.setattr(study_runners, "plan_of", lambda *_: nouns.plan("ps_sync"))
+    site = study_runners.Site(
+        block=block_of(("ps_sync",)), args=args("--study", "grid"), console=Console(), device="cpu",
+        profile=nouns.profile(), cluster=nouns.cluster(2), folder=tmp_path / "blocks", budget_s=1000.0,
+    )  # fmt: skip
+    found = study_runners.train_each(site, ("ps_sync",))["ps_sync"]
+    assert site.notes[-1] == f"{site.block.title}: ps_sync: {verdicts.busy_note(1.5, 2, 2)}"
+    assert study_figures.busy(replace(row("ddp"), notes=tuple(site.notes)))
+    assert found.accuracy[-1].validation_loss is None, "what is unknown is no loss of 0"
+
+
+def test_a_busy_machine_is_said_of_the_strategy_that_it_disturbed(monkeypatch, tmp_path):
+    words = args("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "loud,calm")
+    (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
+    result = nouns.bench().results[1]
+
+    def loud(site, strategies):
+        site.notes.append(f"loud: {verdicts.busy_note(1.5, 2, 2)}")
+        return dict.fromkeys(strategies, result)
+
+    monkeypatch.setitem(study_runners.RUNNERS, "loud", loud)
+    monkeypatch.setitem(study_runners.RUNNERS, "calm", lambda site, names: dict.fromkeys(names, result))
+    monkeypatch.setattr(study_runners.Site, "images", lambda site: (Made(range(100)), Made()))
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    monkeypatch.setattr(
+        verb, "_site",
+        lambda *_: study_runners.Site(
+            block=block, args=words, console=None, device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2),
+            folder=tmp_path, budget_s=1.0,
+        ),
+    )  # fmt: skip
+    rows: dict = {}
+    verb._block(block, words, None, "cpu", "Test CPU", rows, tmp_path, 1.0, lambda: None)
+    assert {r.cell.strategy: study_figures.busy(r) for r in rows.values()} == {"loud": True, "calm": False}
+
+
+def test_parameter_servers_on_a_busy_machine_are_not_compared():
+    note = verdicts.busy_note(1.5, 2, 2)
+    values = (("ps_sync", 100.0), ("ps_async", 80.0))
+    published = tuple(
+        Published(strategy=s, model="tiny", data="mnist", hardware="A10G", gpus=2, metric="training_time_s", value=v,
+                  source="a table") for s, v in values
+    )  # fmt: skip
+    for notes, said in (((), 2), ((note,), 1)):
+        pair = [replace(row("ddp"), cell=cell(s), notes=notes) for s, _ in values]
+        pair = [replace(r, result=replace(r.result, accuracy=())) for r in pair]
+        made = study(*pair, published=published)
+        assert len([x for x in study_figures.against_synchronous(made, study_figures.of(made)) if "time" in x]) == said
+
+
+def test_a_prediction_tells_the_state_of_a_rank_apart_from_its_activations(tmp_path):
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=4, global_batch=8, seed=0, strategies=("ddp", "fsdp"), epochs=(1,),
+        mode="predicted", cluster="box",
+    )  # fmt: skip
+    profile = nouns.profile()
+    site = study_runners.Site(
+        block=block, args=args("--study", "grid"), console=None, device="cpu", profile=profile,
+        cluster=nouns.cluster(4), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    ddp, fsdp = (study_runners.predicted_result(site, s) for s in block.strategies)
+    weights = sum(c.parameter_bytes for c in profile.graph.components)
+    assert ddp.state_memory_bytes == pytest.approx(3 * weights, rel=0.05), "weights, gradients, momentum"
+    assert fsdp.state_memory_bytes < ddp.state_memory_bytes / 3
+    assert ddp.state_memory_bytes < ddp.predicted_memory_bytes
+
+
+def test_a_dry_run_counts_the_samples_that_are_there_and_foresees_refusals(monkeypatch, tmp_path):
+    monkeypatch.setattr(verb.choose, "known_here", lambda *_: (nouns.profile(), "profile tiny.json"))
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 32, 32))
+    (tmp_path / "one.csv").write_text("a,label\n" + "1,0\n" * 20)
+
+    def estimate(data):
+        words = args("--study", "grid", "--models", "tiny", "--data", data, "--gpus", "2", "--strategies", "ps_sync")
+        (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
+        return verb._estimate(block, block.strategies, words, None, "cpu", set())
+
+    made_up = 5000 // 64 * verb.single_device_step_s(nouns.profile(), 64)
+    assert estimate("cifar10")[0] == pytest.approx(made_up + verb._START_S), "there are no 50,000 here"
+    seconds, basis = estimate(f"csv:{tmp_path}/one.csv")
+    assert (seconds, basis.startswith("refused: --data csv:")) == (0.0, True)
+
+
+def test_figures_of_a_study_show_speed_up_and_communication():
+    single = replace(row("single"), cell=cell("single", gpus=1))
+    crowded = replace(row("tensor", gpus=4), oversubscribed=True)
+    foreseen = replace(row("asa"), state="predicted", cell=cell("asa", mode="predicted", devices="eight GPUs"))
+    rows = study_figures.of(study(single, row("ddp"), crowded, foreseen))
+    drawn = {c.name: c for c in study_page.charts(rows)}
+    ratios = {r[1]: r[5:] for r in drawn["speedup"].rows}
+    assert ratios.keys() == {"ddp", "tensor"}, "the prediction has no single device of its kind beside it"
+    assert ratios["ddp"][1] == pytest.approx(1.0 / 0.62)
+    assert ratios["tensor"][1] is None, "more ranks than cores"
+    assert ratios["tensor"][0] == pytest.approx(0.95 / (0.71 * 1.01))
+    assert [r[1:3] for r in drawn["communication"].rows][1] == ("ddp", pytest.approx(0.9 * 0.62))
+    for name in ("speedup", "communication"):
+        drawn[name].draw(drawn[name].rows)
+
+
+def test_rows_of_tables_set_the_input_of_a_study_each_its_own(tmp_path):
+    for columns in (2, 3):
+        line = ",".join("1234"[:columns])
+        head = ",".join("abcd"[:columns])
+        (tmp_path / f"{columns}.csv").write_text(f"{head},label\n" + f"{line},0\n{line},1\n" * 20)
+    data = ",".join(f"csv:{tmp_path}/{columns}.csv" for columns in (2, 3))
+    words = args("--study", "grid", "--models", "logistic", "--data", f"{data},digits", "--gpus", "1")
+    blocks = study_grid.define(words, most=2, cluster_gpus=None).blocks
+    assert [verb._shape(b, words) for b in blocks] == [(1, 1, 2), (1, 1, 3), (3, 32, 32)]
+    assert [verb._block_arguments(words, b).input for b in blocks] == [(1, 1, 2), (1, 1, 3), None]
+    asked = args("--study", "grid", "--models", "logistic", "--data", data, "--gpus", "1", "--input", "3x8x8")
+    for block in study_grid.define(asked, most=2, cluster_gpus=None).blocks:
+        assert verb._shape(block, asked) == verb._block_arguments(asked, block).input == (3, 8, 8)
+
+
+def test_predicted_parameter_servers_are_compared_with_synchronous_ones_too():
+    published = tuple(
+        Published(strategy=s, model="tiny", data="mnist", hardware="A10G", gpus=2, metric="training_time_s", value=v,
+                  source="a table") for s, v in (("ps_sync", 100.0), ("ps_async", 80.0))
+    )  # fmt: skip
+    foreseen = [
+        replace(row("ddp"), state="predicted", cell=cell(s, mode="predicted", devices="a10g-pcie-4"),
+                result=replace(row("ddp").result, step_time_s=None, why_not="predicted", predicted_step_time_s=t,
+                               accuracy=()))
+        for s, t in (("ps_sync", 1.0), ("ps_async", 0.9))
+    ]  # fmt: skip
+    made = study(*foreseen, published=published)
+    told = study_figures.against_synchronous(made, study_figures.of(made))
+    assert told[1] == "predicted: ps_async against ps_sync: time -10.0 % (1 cells)"

@@ -173,3 +173,10 @@ def test_a_tracker_that_cannot_be_opened_is_an_error_in_one_line(tmp_path, monke
     monkeypatch.setattr(trackers, "_NEEDED", {"mlflow": ("", "json")})
     with pytest.raises(UnavailableError, match=r"curves for mlflow cannot be written: no such database x+ \.\.\.; do"):
         run(tmp_path, "mlflow")
+
+
+def test_what_a_gpu_reports_is_a_curve_too() -> None:
+    gpu = {"utilisation": 0.9, "clock_mhz": 1410.0, "watts": 310.0, "held_back": ["power"], "others": 1}
+    assert trackers.figures({**STEPS, "gpu": gpu}) == trackers.figures(STEPS) | {
+        "gpu/utilisation": 0.9, "gpu/clock_mhz": 1410.0, "gpu/watts": 310.0,
+    }  # fmt: skip

@@ -421,6 +421,14 @@ def rare():
     return TensorDataset(X, Y), TensorDataset(X[:2], torch.tensor([0, 9]))
 def maps():
     return [(torch.zeros(3, 8, 8, dtype=torch.uint8), torch.eye(8)) for _ in range(10)]
+def named():
+    return [{"pixel_values": x, "labels": int(y)} for x, y in zip(X, Y)]
+def named_loaded():
+    return DataLoader(named(), batch_size=6)
+def masked():
+    return [{"input": x, "mask": x, "label": y} for x, y in zip(X, Y)]
+def unnamed():
+    return [{"input": x, "kind": y} for x, y in zip(X, Y)]
 """
 
 
@@ -433,7 +441,14 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "sizes", "added"),
-    [("mapped", (16, 4), 0), ("two", (20, 3), 0), ("streamed", (16, 4), 0), ("loaded", (16, 4), 1)],
+    [
+        ("mapped", (16, 4), 0),
+        ("two", (20, 3), 0),
+        ("streamed", (16, 4), 0),
+        ("loaded", (16, 4), 1),
+        ("named", (16, 4), 0),
+        ("named_loaded", (16, 4), 0),
+    ],
 )
 def test_any_dataset_of_a_function(module, name, sizes, added):
     train, test = (opened(f"{module}:{name}", s, (1, 1, 2)) for s in ("train", "test"))
@@ -452,6 +467,8 @@ def test_labels_may_be_maps(module):
     [
         ("uneven", "different shapes"),
         ("unpaired", "not a pair"),
+        ("masked", r"has the names input, mask, label; give a pair .input, class., or one input beside 'label'"),
+        ("unnamed", "has the names input, kind; give a pair"),
         ("failing", "RuntimeError: no disk"),
         ("nothing", "returned '7', not a dataset"),
         ("halves", "classes are whole numbers from 0, not"),

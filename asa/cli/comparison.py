@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
 
 SCALES = (1, 2, 4, 8)
+_REFERENCES = ("asa", "ddp")
+"""Strategies that all others are compared with in pairs: the first one that ran."""
 FILLED = 0.9
 """Fraction of free memory that the plans of a comparison may be predicted to take together."""
 
@@ -178,12 +180,13 @@ def measure(
     _assign(contest, plans, cells)
     others_cores = None if device == "cuda" else others.cores
     contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=others_cores)]
-    planned_cell = contest.cells.get("asa")
-    # A cell has the name of the first strategy that ran its plan; here it is compared as asa.
+    reference = next(s for s in (*_REFERENCES, *contest.cells) if s in contest.cells)
+    # A cell has the name of the first strategy that ran its plan; here it is compared as the reference.
+    left = contest.cells[reference]
     contest.comparisons += [
-        replace(compare(contest.model, planned_cell, c, others_cores=others_cores), left="asa")
+        replace(compare(contest.model, left, c, others_cores=others_cores), left=reference)
         for c in cells
-        if planned_cell is not None and c is not planned_cell
+        if c is not left
     ]
     if interruption is not None:
         raise interruption

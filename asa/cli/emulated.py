@@ -13,6 +13,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, UsageError
 from asa.ir import codec
+from asa.ir.bench import EMULATED
 from asa.ir.cluster import Cluster, Device, Overlap
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
@@ -89,7 +90,7 @@ def joined(profile: Profile, cluster: Cluster, of: Device | None = None, dilatio
     record = profile.device
     datasheet = of if of is not None and of.type == record.type else None
     emulated = Device(
-        name=f"emulated {record.name}",
+        name=f"{EMULATED} {record.name}",
         type=record.type,
         memory_bytes=record.memory_bytes,
         memory_bandwidth=bandwidth(datasheet, dilation) if datasheet else 0.0,

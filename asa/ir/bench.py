@@ -44,7 +44,7 @@ class BenchResult:
         flops_per_s: FLOP/s of all ranks, counted from the model's structure, with backward as twice forward.
         mfu: ``flops_per_s`` over the peak of all devices.
         predicted_bubble_s: the part of the predicted step in which stages wait for each other.
-        state_memory_bytes: weights, gradients and optimizer state of the rank that holds most.
+        state_memory_bytes: weights, gradients and optimizer state of the rank that holds most; predicted if none ran.
         reserved_memory_bytes: memory that this rank's CUDA allocator reserved.
         energy_j: joules per step of all devices.
         clock_mhz: clock of the slowest device.
@@ -147,6 +147,10 @@ class SealedPlan:
     written: str
 
 
+EMULATED = "emulated"
+"""First word of the names of devices that processes stand in for, by sleeping for the times in a profile."""
+
+
 @noun
 class BenchEnvironment:
     """The machine of a benchmark, and the versions of its software."""
@@ -159,6 +163,11 @@ class BenchEnvironment:
     python_version: str
     torch_version: str
     asa_version: str
+
+    @property
+    def emulated(self) -> bool:
+        """Whether its devices are emulated, so that only links were measured and nothing was trained."""
+        return self.device_name.startswith(f"{EMULATED} ")
 
 
 @noun

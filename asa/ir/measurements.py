@@ -94,8 +94,8 @@ class Measurements:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second at the median step time."""
-        return self.global_batch / self.step_time.median
+        """Samples per second at the median step time, with the wait for data."""
+        return self.global_batch / (self.step_time.median + self.data_wait_s)
 
 
 @noun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,10 +93,13 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
             console.say(f"asa: {contest.model}: {contest.ended}")
     if interruption is not None and not any(contest.cells for contest in contests):
         raise interruption
+    machine = bench_setup.machine(device, gpus)
+    if isinstance(args.device, emulated.EmulatedName):
+        machine = replace(machine, device_name=contests[0].cluster.device.name)
     bench = Bench(
         created=created,
         started=started,
-        environment=bench_setup.machine(device, gpus),
+        environment=machine,
         settings=c.settings(args, contests, gpus, data()[0]),
         sealed=tuple(s for contest in contests for s in contest.sealed),
         results=tuple(r for contest in contests for r in c.results(args, contest)),

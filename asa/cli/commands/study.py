@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow, always_alone
 from asa.profiler.paths import slug
+from asa.zoo import specs
 
 if TYPE_CHECKING:
     from asa.cli.commands.study_runners import Results, Site
@@ -107,7 +108,6 @@ def _check(args: Arguments, study: Definition) -> None:
     from asa.cost.machine.widen import MOST_DEVICES
     from asa.planner.space import baselines
     from asa.strategies import offered
-    from asa.zoo import specs
 
     largest = max((b.gpus for b in study.blocks), default=1)
     if largest > MOST_DEVICES:
@@ -193,9 +193,26 @@ def _open_strategies(block: Block, args: Arguments, rows: dict[StudyCell, StudyR
 
 
 def _shape(block: Block, args: Arguments) -> tuple[int, ...]:
+    return _sample_shape(block.model, block.data, args.data_root, block.input_shape or None, args.classes)
+
+
+@lru_cache(maxsize=64)
+def _sample_shape(
+    model: str, data: str, root: str | None, asked: tuple[int, ...] | None, classes: int | None
+) -> tuple[int, ...]:  # fmt: skip
+    """Shape of a sample: as asked for, or that of a row if the data are a table of numbers, or the model's own."""
+    from asa.zoo.data.own import TableError
     from asa.zoo.models import default_input
 
-    return default_input(block.model, block.input_shape or None, args.classes)[0]
+    shape = default_input(model, asked, classes)[0]
+    if asked is None and specs.is_own(data):
+        try:
+            bench_setup.images(data, root, shape)
+        except TableError as error:
+            return error.shape
+        except AsaError:
+            pass  # the block is refused with it
+    return shape
 
 
 def _block(
@@ -227,9 +244,13 @@ def _block(
         train, _ = site.images()
         bench_setup.check_data(block_args, train, site.profile.graph.num_classes, block.global_batch)
 
+        told = 0
+
         def on_results(results: Results) -> None:
+            nonlocal told
             _store_rows(rows, block, tuple(results), args, name, results, "", train.source, len(train),
-                        train.num_classes, notes=tuple(site.notes))  # fmt: skip
+                        train.num_classes, notes=tuple(site.notes[told:]))  # fmt: skip
+            told = len(site.notes)  # what is said of one strategy is not said of the next
             write()
 
         study_runners.run(site, on_results)
@@ -265,8 +286,9 @@ def _block_arguments(args: Arguments, block: Block) -> Arguments:
         **vars(args), "models": (block.model,), "data": block.data, "gpus": block.gpus, "seed": block.seed,
         "global_batch": block.global_batch, "precision": block.precision, "strategies": block.strategies,
     }  # fmt: skip
-    if block.input_shape and not args.tokens:
-        values["input"] = block.input_shape
+    shape = _shape(block, args)
+    if not args.tokens and (block.input_shape or (specs.is_own(block.data) and len(shape) == 3)):
+        values["input"] = shape
     origin = {**args.origin, "precision": "flag"}
     for name in ("origin", "words"):
         values.pop(name, None)
@@ -399,12 +421,15 @@ def _estimate(
         profiled.add(key)
         basis = "planned" if traced else "traced, then planned"
         return _PLAN_S * len(open_strategies) + (0.0 if traced else _TRACE_S), basis
+    try:
+        samples = _num_samples(block.data, args.data_root, _shape(block, args))
+    except AsaError as error:
+        return 0.0, f"refused: {error}"
     stored_profile = choose.known_here(block_args, console, block.model, device, block.gpus)
-    samples = SAMPLES.get(block.data)
     alone = sum(block.trains_separately or always_alone(s) for s in open_strategies)
     taking_turns = len(open_strategies) - alone
     starts_s = _START_S * (alone + bool(taking_turns))
-    if stored_profile is None or samples is None:
+    if stored_profile is None:
         first = 0.0 if key in profiled else choose.PROFILE_LIMIT_S
         profiled.add(key)
         share = args.budget / 2
@@ -416,6 +441,12 @@ def _estimate(
     training = runs * max(block.epochs) * (samples // block.global_batch) * step
     passes = "1 epoch" if max(block.epochs) == 1 else f"{max(block.epochs)} epochs"
     return training + starts_s, f"{passes} of steps of {units.seconds(step)}"
+
+
+@lru_cache(maxsize=8)
+def _num_samples(data: str, root: str | None, shape: tuple[int, ...]) -> int:
+    """Number of training samples that a measured block reads; made-up images are fewer than the official ones."""
+    return len(bench_setup.images(data, root, shape)[0])
 
 
 def single_device_step_s(profile: Profile, batch: int) -> float:

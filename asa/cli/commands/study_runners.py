@@ -101,7 +101,8 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> Results:
 
 
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
-    """Sentences on the paired comparisons of ``asa`` with the others, and on the ratio that noise alone reaches."""
+    """Sentences on the paired comparisons of ``asa``, or else of ``ddp``, with the others, and on the ratio that noise
+    alone reaches."""
     from asa.launch import usable_cores
     from asa.report.text.verdicts import busy_note, comparison
 
@@ -147,6 +148,9 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     from asa.executor.running.run import train
     from asa.executor.training.logs import LOG
     from asa.executor.training.settings import TrainSettings
+    from asa.instruments.other_load import watching
+    from asa.launch import usable_cores
+    from asa.report.text.verdicts import busy_note
     from asa.strategies import offered
 
     replan = strategy == REPLANNED
@@ -172,7 +176,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
         servers = event.get("servers", servers) if event["event"] == "consistency" else servers
         changes += event["event"] == "replan" and event["kind"] not in ("keep", "wait", "outcome")
 
-    with site.console.progress(f"training {site.block.model}") as report:
+    with watching() as others, site.console.progress(f"training {site.block.model}") as report:
 
         def told(done: int) -> None:
             epochs = settings.epochs
@@ -189,6 +193,8 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     if replan:
         site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
     site.notes.append(ALONE)
+    if site.device == "cpu" and (note := busy_note(others.cores, usable_cores(), plan.num_processes)):
+        site.notes.append(f"{site.block.title}: {strategy}: {note}")
     return _result(site, strategy, plan, records, servers)
 
 
@@ -200,7 +206,7 @@ def _result(
     points = [
         AccuracyPoint(
             epoch=r.epoch + 1.0, seconds=elapsed_s, train_loss=r.train_loss,
-            validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
+            validation_loss=r.validation_loss, validation_accuracy=r.validation_accuracy or 0.0,
         )
         for r, elapsed_s in zip(records, accumulate(r.seconds for r in records), strict=True)
     ]  # fmt: skip
@@ -320,9 +326,23 @@ def predicted_result(site: Site, strategy: str) -> BenchResult:
         predicted_high_s=p.step_time_high_s, predicted_communication_s=p.exposed_communication_s,
         predicted_memory_bytes=max(p.memory_bytes_per_rank), predicted_bubble_s=p.bubble_s, flops_per_s=rate,
         mfu=rate / peak if peak else None, plan_fingerprint=codec.fingerprint(plan),
-        utilisation=computing,
+        utilisation=computing, state_memory_bytes=_state_bytes(site, plan),
         components=plan.components, **_pipelined(plan),
     )  # fmt: skip
+
+
+def _state_bytes(site: Site, plan: Plan) -> int | None:
+    """Predicted weights, gradients and optimizer state of the rank that holds most; None under a discipline."""
+    from asa.cost.planned import price_plan
+    from asa.strategies import offered
+
+    if plan.consistency is not None:
+        return None
+    held = (
+        sum(c.footprint.state + c.footprint.gradients for c in stage.components)
+        for stage in price_plan(plan, site.profile, site.cluster, offered()).stages
+    )
+    return round(max(held))
 
 
 def plan_of(site: Site, strategy: str) -> Plan:

@@ -10,8 +10,9 @@ Events are dicts with a key ``event``:
                data_wait_share, slowest_rank and waiting_share (largest share of a step that others wait for it; null
                if ranks are not observed), active_memory_bytes and reserved_memory_bytes (peaks of the rank that
                reports, reserved by CUDA's allocator alone; null if unknown), tflops_per_s of all ranks and mfu (their
-               share of the devices' peak; missing if the profile or the peak is unknown), fraction of the run
-               done, eta_s
+               share of the devices' peak; missing if the profile or the peak is unknown), gpu of the rank that
+               reports (utilisation, clock_mhz, watts, held_back, others; missing without one), fraction of the
+               run done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
 ``replan``     a change of plan: reason, predicted gain, and later the measured one; with ``kind`` ``memory`` after a
                rank ran out of memory, or nearly did: the shortage, and what was done; with ``kind`` ``lost`` after a

@@ -38,6 +38,8 @@ CURVES: dict[str, dict[str, str]] = {
     },
 }
 """Names of curves by kind of event and key."""
+_GPU = ("utilisation", "clock_mhz", "watts")
+"""Figures of the GPU of the rank that reports, in ``gpu`` of a ``steps`` event."""
 
 
 class Tracker(Protocol):
@@ -53,7 +55,10 @@ class Tracker(Protocol):
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
     """Numbers in an event, by the name of their curve; unknown values are left out."""
     named = CURVES.get(event["event"], {})
-    return {tag: float(event[key]) for key, tag in named.items() if event.get(key) is not None}
+    gpu = event.get("gpu") or {}
+    return {tag: float(event[key]) for key, tag in named.items() if event.get(key) is not None} | {
+        f"gpu/{key}": float(gpu[key]) for key in _GPU if key in gpu
+    }
 
 
 class TensorBoard:

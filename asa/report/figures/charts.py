@@ -30,8 +30,8 @@ class Chart:
 
 def charts(bench: Bench) -> tuple[Chart, ...]:
     """Figures of a benchmark: training time first, then predictions, speed-up, communication, learning, memory,
-    strategies."""
-    return (
+    strategies. Captions say so if devices were emulated."""
+    made = (
         training_time(bench),
         predicted_measured(bench),
         speedup(bench),
@@ -42,6 +42,12 @@ def charts(bench: Bench) -> tuple[Chart, ...]:
         memory(bench),
         assignment(bench),
     )
+    if not bench.environment.emulated:
+        return made
+    return tuple(replace(chart, caption=f"{_EMULATED} {chart.caption}") for chart in made)
+
+
+_EMULATED = "Emulated devices: ranks slept for the times of a profile, only messages were real, nothing was trained."
 
 
 def training_time(bench: Bench) -> Chart:
@@ -99,8 +105,8 @@ def speedup(bench: Bench) -> Chart:
             p.ranks,
             p.predicted_s,
             p.measured_s,
-            _ratio(predicted_single.get(p.model), p.predicted_s),
-            _ratio(measured_single.get(p.model), p.measured_s),
+            ratio(predicted_single.get(p.model), p.predicted_s),
+            ratio(measured_single.get(p.model), p.measured_s),
         )
         for p in bench.scaling
         if p.strategy != "single"
@@ -226,5 +232,6 @@ def assignment(bench: Bench) -> Chart:
     )
 
 
-def _ratio(single: float | None, parallel: float | None) -> float | None:
+def ratio(single: float | None, parallel: float | None) -> float | None:
+    """The speed-up; None if a time is unknown."""
     return single / parallel if single and parallel else None

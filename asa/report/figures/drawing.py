@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ _MAX_TEXTS = 12
 """Most points of a line that have texts under the pointer."""
 _MAX_COLUMNS = 3
 """Largest number of panels side by side."""
+_TITLE, _LABEL = 46, 30
+"""Number of characters of a line of a panel's title, and of a label beside its axis; longer texts have more lines."""
 
 
 def colour(strategy: str) -> str:
@@ -179,6 +182,7 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
             )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(n) for n in counts])
+        axes.xaxis.set_minor_formatter(NullFormatter())
         rates = [v for row in panel_rows if (v := _number(row[4]))]
         if rates and max(rates) > _WIDE * min(rates):
             _plain_log(axes, "y")
@@ -271,6 +275,8 @@ def assignment(rows: Sequence[Row]) -> Figure:
         axes.set_xlim(0, len(strategies))
         axes.set_ylim(len(names), 0)
         axes.set_xticks([i + 0.5 for i in range(len(strategies))], strategies)
+        if len(strategies) * max(map(len, strategies), default=0) > _TITLE:  # side by side they would overlap
+            axes.tick_params(axis="x", labelrotation=90)
         axes.set_yticks([i + 0.5 for i in names], list(names.values()), fontsize=7)
         axes.tick_params(length=0)
         axes.grid(False)
@@ -295,7 +301,7 @@ def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[A
     panels = []
     for i, model in enumerate(models):
         axes = figure.add_subplot(lines, columns, i + 1)
-        axes.set_title(model, fontsize=10, loc="left", color=INK)
+        axes.set_title(_wrapped(model, _TITLE), fontsize=10, loc="left", color=INK)
         _style(axes)
         panels.append((axes, [row for row in rows if row[0] == model]))
     return figure, panels
@@ -307,6 +313,11 @@ def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
     axes = figure.add_subplot()
     _style(axes)
     return figure, axes
+
+
+def _wrapped(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width`` characters, with nothing left out."""
+    return "\n".join(textwrap.wrap(text, width, drop_whitespace=False, break_on_hyphens=False))
 
 
 def _style(axes: Any) -> None:
@@ -334,7 +345,7 @@ def hovering(figure: Figure) -> dict[str, str]:
             unit = axes.get_xlabel() if is_horizontal else axes.get_ylabel()
             for bar in bars:
                 middle = bar.get_y() + bar.get_height() / 2 if is_horizontal else bar.get_x() + bar.get_width() / 2
-                bar_name = names.get(min(names, key=lambda at: abs(at - middle), default=0.0), "")
+                bar_name = names.get(min(names, key=lambda at: abs(at - middle), default=0.0), "").replace("\n", "")
                 size = bar.get_width() if is_horizontal else bar.get_height()
                 legend = f" ({bars.get_label()})" if _named(bars) else ""
                 add_text(bar, f"{bar_name}{legend}: {size:.3g} {unit}".strip(": "))
@@ -362,7 +373,7 @@ def _bar_height(rows: Sequence[Row]) -> float:
 
 
 def _strategies(axes: Any, rows: Sequence[Row]) -> None:
-    axes.set_yticks(range(len(rows)), [str(row[1]) for row in rows])
+    axes.set_yticks(range(len(rows)), [_wrapped(str(row[1]), _LABEL) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlim(left=0)

@@ -15,6 +15,7 @@ from asa.ir.bench import Bench
 from asa.report.figures.charts import Chart, charts
 from asa.report.figures.drawing import hovering
 from asa.report.text import bench as words
+from asa.report.units import NOTHING
 
 _LARGEST = 1.35
 """Largest enlargement of a figure, at which its letters are as large as those of the page."""
@@ -42,8 +43,10 @@ tr.asa > * { font-weight: 600; color: var(--accent); }
 tr.missing > * { color: var(--soft); }
 figure { margin: 1.4rem 0; } .paper { --cover: #fff; border-radius: 6px; padding: .6rem; }
 figure svg { width: 100%; height: auto; display: block; mix-blend-mode: multiply; } figcaption { margin-top: .4rem; }
+summary { color: var(--soft); font-size: .9rem; margin-top: .4rem; cursor: pointer; }
 ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
-@media print { body { max-width: none; margin: 0; } nav { display: none; } figure, table { break-inside: avoid; } }
+@media print { body { max-width: none; margin: 0; } nav, details { display: none; }
+               figure, table { break-inside: avoid; } }
 """
 
 
@@ -70,7 +73,7 @@ def html(bench: Bench, drawings: list[tuple[Chart, str]]) -> str:
     models = escape(", ".join(bench.settings.models))
     parts = [
         head(f"asa bench: {', '.join(bench.settings.models)}"),
-        f"<h1>{models} under every strategy</h1>",
+        f"<h1>{models} under every strategy{', on emulated devices' * bench.environment.emulated}</h1>",
         *(f'<p class="first">{escape(words.story(bench, model))}</p>' for model in bench.settings.models),
         figure(*first),
         _contents(bench, drawings),
@@ -91,8 +94,8 @@ def html(bench: Bench, drawings: list[tuple[Chart, str]]) -> str:
 
 
 def figure(chart: Chart, svg: str, data_file: str = "bench.json") -> str:
-    """A figure with its title, its caption as alternative text, and a reference to the file ``data_file`` with its
-    data."""
+    """A figure with its title, its values, its caption as alternative text, and a reference to the file ``data_file``
+    with its data."""
     name = escape(chart.name)
     attributes = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
     width = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
@@ -102,10 +105,27 @@ def figure(chart: Chart, svg: str, data_file: str = "bench.json") -> str:
         )
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
-        f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {attributes} ", 1)}</div>'
+        f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {attributes} ", 1)}</div>{_values(chart)}'
         f'<figcaption id="{name}-caption">{escape(chart.caption)} Data: <code>figures/{name}.csv</code> beside '
         f"<code>{escape(data_file)}</code>.</figcaption></figure>"
     )
+
+
+_MOST_ROWS = 60
+"""Largest number of rows of a figure whose values are on the page; all are in its file."""
+
+
+def _values(chart: Chart) -> str:
+    """The data of a figure as a table that opens on request: for keyboards, phones and readers of screens, which have
+    no pointer that rests on a mark. Empty if there are too many."""
+    if len(chart.rows) > _MOST_ROWS:
+        return ""
+    rows = [
+        ("", tuple(NOTHING if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
+        for row in chart.rows
+    ]
+    table = html_table(f"Values of: {chart.title}", chart.columns, rows)
+    return f"<details><summary>Values</summary>{table}</details>"
 
 
 def head(title: str) -> str:
@@ -183,6 +203,7 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
         "pdf.fonttype": 42,
         "font.family": "sans-serif",
         "font.size": 9,
+        "text.parse_math": False,  # dollar signs in the name of a file are no formula
     }
     with rc_context(settings):
         figure = chart.draw(chart.rows)

@@ -111,7 +111,7 @@ def section(drawings: Sequence[tuple[Chart, str]]) -> list[str]:
         for n in range(1, 1 + len(drawings))
     )
     parts = [f"<style>{_STYLE}{shown}</style>", '<h2 id="steps">Plan beside run, step by step</h2>']
-    parts.append('<div class="steps">')
+    parts.append('<div class="steps" role="group" aria-labelledby="steps">')
     for i, (chart, _) in enumerate(drawings):
         key = f"show-{escape(chart.name)}"
         parts.append(

@@ -9,17 +9,20 @@ from html import escape
 from pathlib import Path
 
 from asa.ir import codec
-from asa.ir.study import Study
+from asa.ir.bench import BenchResult
+from asa.ir.study import Study, StudyCell
 from asa.report.figures import drawing
-from asa.report.figures.charts import Chart
+from asa.report.figures.charts import Chart, ratio
 from asa.report.figures.drawing import Row
 from asa.report.pages import bench as page
 from asa.report.text import study as words
 from asa.report.text import study_values as figures
-from asa.report.text.bench import write_csv
+from asa.report.text.bench import clear_communication, write_csv
 from asa.report.text.study_values import Figures
-from asa.report.text.verdicts import NO_VERDICT
 from asa.report.units import ranks
+
+Cells = dict[StudyCell, Figures]
+"""All rows of a study by their cells."""
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -35,9 +38,11 @@ def write(study: Study, folder: Path) -> list[Path]:
 
 
 def charts(rows: list[Figures]) -> tuple[Chart, ...]:
-    """Throughput over ranks, accuracy and loss over epochs and over time, memory, predicted against measured."""
-    last = _longest(rows)
-    return (_throughput(last), *_learning(last), _memory(last), _scatter(last))
+    """Throughput and speed-up over ranks, communication, accuracy and loss over epochs and over time, memory, predicted
+    against measured."""
+    last, by_cell = _longest(rows), {f.row.cell: f for f in rows}
+    return (_throughput(last), _speedup(last, by_cell), _communication(last, by_cell), *_learning(last), _memory(last),
+            _scatter(last))  # fmt: skip
 
 
 def _longest(rows: list[Figures]) -> list[Figures]:
@@ -55,7 +60,7 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
     a quiet machine."""
     states = [row.state for row in study.rows]
     counted = ", ".join(f"{states.count(s)} {s}" for s in ("measured", "predicted", "refused", "open") if s in states)
-    busy = [row for row in study.rows if any(note.endswith(NO_VERDICT) for note in row.notes)]
+    busy = [row for row in study.rows if figures.busy(row)]
     fastest = []
     for model in dict.fromkeys(f.row.cell.model for f in rows):
         timed = [f for f in rows if f.row.cell.model == model and f.row.state == "measured" and f.samples_per_s
@@ -118,6 +123,55 @@ def _throughput(rows: list[Figures]) -> Chart:
         caption="Filled marks and lines: measured, waiting for data included. Open marks, dashed: predicted.",
         columns=("panel", "strategy", "ranks", "state", "samples_per_s", "devices"), rows=tuple(chart_rows),
         draw=drawing.over_ranks,
+    )  # fmt: skip
+
+
+def _speedup(rows: list[Figures], by_cell: Cells) -> Chart:
+    """Speed-up over the single device of the same training, on the same devices."""
+    chart_rows: list[Row] = []
+    for f in rows:
+        single, r = figures.beside(f, by_cell, "single", gpus=1), f.row.result
+        if single is None or single.row.result is None or r is None or f.row.cell.strategy == "single":
+            continue
+        measured_s = None if f.row.oversubscribed else _measured_s(r)
+        ratios = (ratio(single.row.result.predicted_step_time_s, r.predicted_step_time_s),
+                  ratio(_measured_s(single.row.result), measured_s))  # fmt: skip
+        if any(ratios):
+            chart_rows.append(
+                (f"{f.panel}, {f.row.cell.devices}", f.strategy, f.row.cell.gpus, r.predicted_step_time_s, measured_s,
+                 *ratios)
+            )  # fmt: skip
+    return Chart(
+        name="speedup", title="Speed-up over one device",
+        caption="Dashed lines: predicted. Marks: measured, where every rank has a core.",
+        columns=("panel", "strategy", "ranks", "predicted_s", "measured_s", "predicted_speedup", "measured_speedup"),
+        rows=tuple(chart_rows), draw=drawing.speedup,
+    )  # fmt: skip
+
+
+def _measured_s(r: BenchResult) -> float | None:
+    return None if r.step_time_s is None else r.step_time_s.median
+
+
+def _communication(rows: list[Figures], by_cell: Cells) -> Chart:
+    """A measured step, divided into computation and exposed communication."""
+    chart_rows: list[Row] = []
+    for f in rows:
+        single, r = figures.beside(f, by_cell, "single", gpus=1), f.row.result
+        step_s = None if r is None else _measured_s(r)
+        if r is None or step_s is None or r.communication_s is None:
+            continue
+        if clear_communication(r, None if single is None else single.row.result):
+            chart_rows.append(
+                (f"{f.panel}, {ranks(f.row.cell.gpus)}", f.strategy, step_s - r.communication_s, r.communication_s,
+                 f.communication_share, r.communication_low_s, r.communication_high_s)
+            )  # fmt: skip
+    return Chart(
+        name="communication", title="Computation against communication",
+        caption="Measured median step: computation, and communication that does not overlap with it, with its 95 % "
+        "interval. Cells are left out if noise hides how much that is.",
+        columns=("panel", "strategy", "compute_s", "communication_s", "share", "low_s", "high_s"),
+        rows=tuple(chart_rows), draw=drawing.compute_communication,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint, Bench, BenchResult
 from asa.report.text.plan import summary
-from asa.report.text.verdicts import between, busy, comparison, noise_of
+from asa.report.text.verdicts import between, busy, comparison, noise_of, paired
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 _WIDEST, _LEAST_SHARE = 0.25, 0.9
@@ -152,8 +152,8 @@ def throughput(r: BenchResult) -> float | None:
 
 
 def story(bench: Bench, model: str) -> str:
-    """One sentence: the fastest cell, compared with plain data parallelism and one device as far as pairs differ by
-    more than noise."""
+    """One sentence: the fastest cell, compared with plain data parallelism and one device where they were measured in
+    pairs, as far as these differ by more than noise."""
     timed = {r.strategy: r.step_time_s.median for r in bench.of(model) if r.step_time_s is not None}
     if not timed:
         return f"{model}: nothing could be measured."
@@ -161,7 +161,7 @@ def story(bench: Bench, model: str) -> str:
     lines = [f"{model}: {best} has the lowest median, {seconds(timed[best])} a step"]
     references = (("ddp", "plain data parallelism"), ("single", "one device"), ("asa", "asa"))
     for other, name in references:
-        if other == best or other not in timed:
+        if other == best or other not in timed or not paired(bench, model, best, other):
             continue
         if between(bench, model, best, other) == best:
             lines.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
@@ -228,6 +228,12 @@ CSV_COLUMNS = (
     "why_not",
     "epoch_s",
     "cost_per_epoch",
+    "data_wait_s",
+    "utilisation",
+    "mfu",
+    "state_memory_bytes",
+    "reserved_memory_bytes",
+    "energy_j_per_step",
 )
 
 
@@ -259,6 +265,12 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
                 r.why_not,
                 epoch_s(r, samples),
                 epoch_cost(r, price, samples),
+                r.data_wait_s,
+                r.utilisation,
+                r.mfu,
+                r.state_memory_bytes,
+                r.reserved_memory_bytes,
+                r.energy_j,
             )
         )
     return rows

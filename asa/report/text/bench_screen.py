@@ -37,8 +37,9 @@ def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
 def headline(bench: Bench, model: str) -> str:
     """Model, devices, batch and settings, in one line."""
     e, s = bench.environment, bench.settings
+    how = "nothing trained" if e.emulated else "measured"
     batch = next((r.global_batch for r in bench.of(model)), s.global_batch)
-    return f"{model} on {e.num_devices} x {e.device_name}, batch {batch}, {s.precision}, {s.optimizer}, measured"
+    return f"{model} on {e.num_devices} x {e.device_name}, batch {batch}, {s.precision}, {s.optimizer}, {how}"
 
 
 def standing(bench: Bench, model: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def render(study: Study) -> list[RenderableType]:
 
 
 def folded(study: Study) -> list[str]:
-    """Lines with each reason of refusal and its cells, notes, and the open work."""
+    """Single lines with each reason of refusal and its cells, notes, and the open work."""
     lines = [] if study.price is None else [f"costs: at {study.price:g} for a device and hour"]
     lines += [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
     left = _left(study)
@@ -123,7 +123,8 @@ def folded(study: Study) -> list[str]:
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
     lines += figures.against_synchronous(study, rows)
-    return lines + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+    lines += [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+    return [" ".join(text.split()) for text in lines]  # an error of several lines would end a comment or a list
 
 
 def _reasons(study: Study) -> dict[str, list[str]]:
@@ -207,28 +208,38 @@ def markdown(study: Study, rows: Sequence[Figures]) -> str:
     """The table and all notes, as Markdown."""
     indices, texts = columns(study, rows)
     lines = [f"# {study.title}", "", f"Study `{study.name}`, {study.created}.", ""]
-    lines += [f"| {' | '.join(TABLE_COLUMNS[i] for i in indices)} |", f"|{'---|' * len(indices)}"]
-    lines += [f"| {' | '.join(row[i].replace('|', chr(92) + '|') for i in indices)} |" for row in texts]
-    lines += ["", *(f"- {text}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
+    lines += [_row(TABLE_COLUMNS[i] for i in indices), f"|{'---|' * len(indices)}"]
+    lines += [_row(row[i] for i in indices) for row in texts]
+    lines += ["", *(f"- {_literal(text)}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
     published_rows = [(f, p, value) for f in rows for p, value in f.published]
     if published_rows:
         lines += [
             "",
-            "| model | strategy | ranks | figure | here | by | published | hardware | source |",
+            _row(("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware", "source")),
             f"|{'---|' * 9}",
         ]
         lines += [
-            f"| {f.row.cell.model} | {f.variant} | {f.row.cell.gpus} | {p.metric.replace('_', ' ')} | "
-            f"{f'{value:.4g}' if value is not None else NOTHING} | {f.row.state} | {p.value:g} | "
-            f"{figures.conditions(p)} | {p.source} |"
-            for f, p, value in published_rows
-        ]
+            _row((f.row.cell.model, f.variant, str(f.row.cell.gpus), p.metric.replace("_", " "),
+                  NOTHING if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", figures.conditions(p),
+                  p.source)) for f, p, value in published_rows
+        ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-_SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
-    c: "\\" + c for c in "&%$#_{}"
-}
+def _row(cells: Iterable[str]) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(_literal(text).replace('|', chr(92) + '|') for text in cells)} |"
+
+
+def _literal(text: str) -> str:
+    """``text`` in Markdown, which takes what begins with ``<`` for markup and hides it."""
+    return text.replace("<", "&lt;")
+
+
+_SPECIAL = {c: "\\" + c for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}",
+}  # fmt: skip
 
 
 def latex(study: Study, rows: Sequence[Figures]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.study import Published, Study, StudyCell, StudyRow
 from asa.report.text.bench import communication_share, has_diverged, learnt_in, near_chance, throughput
+from asa.report.text.verdicts import NO_VERDICT
 from asa.report.units import NOTHING, seconds, size
 
 _TEN_EPOCHS = 10
@@ -223,12 +224,26 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
     if metric == "accuracy_percent":
         return None if f.accuracy is None else 100 * f.accuracy
     if metric == "speedup_over_single":
-        single = by_cell.get(replace(f.row.cell, strategy="single", gpus=1))
+        single = beside(f, by_cell, "single", gpus=1)
         return single.step_s / f.step_s if single is not None and single.step_s and f.step_s else None
     if metric == "gain_over_hybrid_percent":
-        hybrid = by_cell.get(replace(f.row.cell, strategy="hybrid"))
+        hybrid = beside(f, by_cell, "hybrid")
         return 100 * (hybrid.step_s / f.step_s - 1) if hybrid is not None and hybrid.step_s and f.step_s else None
     return None  # a time of unknown epochs
+
+
+def beside(f: Figures, by_cell: dict[StudyCell, Figures], strategy: str, **changes: Any) -> Figures | None:
+    """The row of another ``strategy`` for the same training, measured in the same way if there is one: it has no
+    microbatches, and takes turns or trains alone whatever ``f`` does."""
+    wanted = replace(f.row.cell, strategy=strategy, microbatches=None, **changes)
+    alone = f.row.cell.run == "alone"
+    ways = (replace(wanted, alone=way) for way in (alone, not alone))
+    return next((by_cell[way] for way in ways if way in by_cell), None)
+
+
+def busy(row: StudyRow) -> bool:
+    """Whether other processes took cores while it was measured, so that its times are compared with none."""
+    return any(note.endswith(NO_VERDICT) for note in row.notes)
 
 
 _SYNCHRONOUS = "ps_sync"
@@ -236,9 +251,9 @@ _SYNCHRONOUS = "ps_sync"
 
 
 def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
-    """Time and accuracy of other parameter servers against synchronous ones, as published and in the measured
-    ``rows``: a sentence for each, with the lowest and highest of all models and numbers of ranks. Times of more ranks
-    than cores are left out."""
+    """Time and accuracy of other parameter servers against synchronous ones, as published, and in the measured and the
+    predicted ``rows``: a sentence for each, with the lowest and highest of all models and numbers of ranks. Times of
+    more ranks than cores, and of a busy machine, are left out."""
     told = {(p.strategy, p.model, p.gpus, p.metric): p.value for p in study.published}
     times: dict[str, list[tuple[float, float]]] = {}
     hits: dict[str, list[tuple[float, float]]] = {}
@@ -247,13 +262,14 @@ def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
         if strategy != _SYNCHRONOUS and base is not None:
             pairs = times if metric == "training_time_s" else hits if metric == "accuracy_percent" else {}
             pairs.setdefault(f"published: {strategy}", []).append((value, base))
-    synchronous = {f.row.cell: f for f in rows if f.row.cell.strategy == _SYNCHRONOUS and f.row.state == "measured"}
+    kinds = {"measured": "here", "predicted": "predicted"}
+    synchronous = {f.row.cell: f for f in rows if f.row.cell.strategy == _SYNCHRONOUS and f.row.state in kinds}
     published = {name.removeprefix("published: ") for name in (*times, *hits)}
     for f in rows:
         other = synchronous.get(replace(f.row.cell, strategy=_SYNCHRONOUS))
-        if f.row.cell.strategy in published and f.row.state == "measured" and other is not None:
-            name = f"here: {f.row.cell.strategy}"
-            if f.epoch_s and other.epoch_s and not f.row.oversubscribed:
+        if f.row.cell.strategy in published and f.row.state in kinds and other is not None:
+            name = f"{kinds[f.row.state]}: {f.row.cell.strategy}"
+            if f.epoch_s and other.epoch_s and not f.row.oversubscribed and not (busy(f.row) or busy(other.row)):
                 times.setdefault(name, []).append((f.epoch_s, other.epoch_s))
             if f.accuracy is not None and other.accuracy is not None:
                 hits.setdefault(name, []).append((100 * f.accuracy, 100 * other.accuracy))

@@ -20,8 +20,13 @@ def noise_of(bench: Bench, model: str) -> Comparison | None:
 
 def between(bench: Bench, model: str, one: str, other: str) -> str:
     """The faster of two strategies, or why that is unknown; empty if the machine was busy or there are no pairs."""
-    pairs = [c for c in bench.comparisons if c.model == model and {c.left, c.right} == {one, other}]
+    pairs = paired(bench, model, one, other)
     return verdict(pairs[0], noise_of(bench, model), disturbed=bool(busy(bench, model))) if pairs else ""
+
+
+def paired(bench: Bench, model: str, one: str, other: str) -> list[Comparison]:
+    """Comparisons of two strategies in pairs; empty if they were not compared."""
+    return [c for c in bench.comparisons if c.model == model and {c.left, c.right} == {one, other}]
 
 
 def busy(bench: Bench, model: str) -> str:
@@ -47,7 +52,7 @@ def others_work(others_cores: float | None, cores: int, ranks: int) -> str:
 
 
 def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
-    """How much less or more time the left strategy takes than the right one, in one line."""
+    """How much less or more time the left strategy takes than the right one, in one line. ``asa`` is not named."""
     low, high = sorted((1 - c.low, 1 - c.high))
     spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {_pairs(c)}"
     winner = verdict(c, noise, disturbed=disturbed)
@@ -55,8 +60,10 @@ def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
         word = "faster" if winner == c.left else "slower"
         if winner == c.right:
             spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {_pairs(c)}"
-        return f"{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
-    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {winner or 'no verdict'}"
+        subject = "" if c.left == "asa" else f"{c.left} is "
+        return f"{subject}{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
+    both = c.right if c.left == "asa" else f"{c.left} against {c.right}"
+    return f"{both}: {percent(1 - c.ratio, signed=True)} ({spread}): {winner or 'no verdict'}"
 
 
 def _pairs(c: Comparison) -> str:

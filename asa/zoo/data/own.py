@@ -8,7 +8,7 @@ mean 0 and standard deviation 1 of the training part; floating samples of a data
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
@@ -246,7 +246,8 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def from_factory(spec: str, shape: Shape | None) -> Any:
     """Result of ``package.module:factory``, called with ``input_shape`` if it takes it: a dataset of pairs (input,
-    class), map-style or iterable; a ``DataLoader`` (with any collation); or two of them, the second for testing.
+    class) or of dictionaries of both, map-style or iterable; a ``DataLoader`` (with any collation); or two of them, the
+    second for testing.
 
     Raises:
         UsageError: the spec does not name a function.
@@ -346,12 +347,32 @@ def _integers(classes: Tensor, spec: str) -> Tensor:
 
 
 def _pair(sample: Any, spec: str) -> tuple[Tensor, Tensor]:
+    if isinstance(sample, Mapping):
+        sample = _of_names(sample, spec)
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise InvalidInputError(f"data {spec!r}: a sample is a {type(sample).__name__}, not a pair (input, class)")
     for value, what in zip(sample, ("an input", "a class"), strict=True):
         if isinstance(value, str | bytes) or value is None:
             raise InvalidInputError(f"data {spec!r}: {what} is {str(value)[:40]!r}, not a tensor or number")
     return _tensor(sample[0]), _tensor(sample[1])
+
+
+def _of_names(sample: Mapping[Any, Any], spec: str) -> tuple[Any, Any]:
+    """(input, class) of a sample with names, of which one is a usual one for the class.
+
+    Raises:
+        InvalidInputError: there is no such name, or there are several inputs.
+    """
+    from asa.zoo.data.readers import LABELS, listed
+
+    label = next((n for usual in LABELS for n in sample if str(n).strip().lower() == usual), None)
+    inputs = [n for n in sample if n != label]
+    if label is None or len(inputs) != 1:
+        raise InvalidInputError(
+            f"data {spec!r}: a sample has the names {listed(map(str, sample))}; give a pair (input, class), or one "
+            f"input beside {LABELS[0]!r}"
+        )
+    return sample[inputs[0]], sample[label]
 
 
 def _tensor(value: Any) -> Tensor:

@@ -20,7 +20,7 @@ from asa.zoo.hub import reachable
 from asa.zoo.inputs import Shape, described, of_tokens
 
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
-_LABELS = ("label", "labels", "class", "target", "fine_label", "y")
+LABELS = ("label", "labels", "class", "target", "fine_label", "y")
 """Names of columns with the class. The first existing one is used; if there is none, the last column."""
 _TEXT_SHAPE = (1, 32, 64)
 """Shape of a text if no model requires one: 32 words of 64 features."""
@@ -341,7 +341,7 @@ def _unlabelled(part: Any, label: str) -> bool:
 def _label(names: Sequence[str]) -> str:
     """The column of classes: the first with a usual name, or the last one."""
     usual = {name.strip().lower(): name for name in reversed(names)}
-    return next((usual[n] for n in _LABELS if n in usual), names[-1])
+    return next((usual[n] for n in LABELS if n in usual), names[-1])
 
 
 def _table(
@@ -461,8 +461,8 @@ def _classes(parts: Sequence[Sequence[Any]], spec: str, name: str) -> tuple[list
         if missing is not None:
             raise InvalidInputError(f"--data {spec}: row {missing} has no class in column {name!r}")
     rows, distinct = sum(map(len, texts)), {t for part in texts for t in part}
-    remedy = f"call the column of classes {_LABELS[0]!r}"
-    if name.strip().lower() in _LABELS:
+    remedy = f"call the column of classes {LABELS[0]!r}"
+    if name.strip().lower() in LABELS:
         remedy = "to learn a quantity, divide it into classes"
     if all(t.removeprefix("-").isdecimal() for t in distinct) and distinct != {"-1", "1"}:
         longest = max(distinct, key=len, default="0")
