@@ -97,12 +97,12 @@ def against_memory(
     Raises:
         InfeasibleError: nothing runs, whatever the memory.
     """
-    have = cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
     clock = _ShownClock(request, points)
     unlimited = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, unlimited))
     plans = [_faster(plan(profile, cluster, strategies, unlimited, known=prices)[0], answer)]
-    least = leanest(prices, prices.space.pinned)
+    tight = Prices(Space(prices.space.profile, cluster, strategies, replace(unlimited, memory_bytes=1)), prices)
+    least = leanest(tight, tight.space.pinned)  # in no memory, so that optimizer state may be on the host
     top = _limit(plans[0], cluster)
     floor = top if least is None else needed(cluster.device, least.price.peak.total, least.candidate.ranks)
     for done, limit in enumerate(_falling(top, min(top, floor), points)[1:], 1):
@@ -113,7 +113,7 @@ def against_memory(
             plans.append(plan(profile, cluster, strategies, tighter, known=prices)[0])
         except InfeasibleError:
             break
-    return _as_points(plans, cluster, have)
+    return _as_points(plans, cluster, request.memory_bytes)
 
 
 def against_cost(
@@ -144,7 +144,8 @@ def against_cost(
         step = best.prediction.step_time_s
         previous_s = points[-1].step_time_s if points else None
         if previous_s is not None and step >= previous_s * (1 - ROUNDING):  # a plan for fewer devices runs on more, too
-            gap = max(points[-1].gap, 1 - best.certificate.lower_bound_s / previous_s)
+            bound_s = best.certificate.lower_bound_s
+            gap = max(points[-1].gap, 1 - bound_s / previous_s if previous_s > 0 else 0.0)
             points[-1] = replace(points[-1], up_to=gpus, gap=gap)
             continue
         points.append(CostPoint(
@@ -242,9 +243,9 @@ def _falling(top: int, floor: int, points: int) -> list[int]:
     return [top, *(round(top * ratio**k) for k in range(1, points - 1)), floor]
 
 
-def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
+def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int | None) -> tuple[MemoryPoint, ...]:
     """The points, loosest limit first, without those that are not faster than the next one: their search ran out of
-    time.
+    time. ``have``: bytes of memory that devices were said to have; None: as many as those that a plan uses.
 
     A bound under one limit holds under every lower one, so the gap of a point uses the bounds of all looser points.
     """
@@ -257,7 +258,7 @@ def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[Memo
     return tuple(
         MemoryPoint(
             limit_bytes=_limit(p, cluster),
-            fits=_limit(p, cluster) <= have,
+            fits=_limit(p, cluster) <= (have or min(cluster.ordered(p.devices).memories()[: p.num_processes])),
             memory_bytes_max=max(p.prediction.memory_bytes_per_rank),
             step_time_s=p.prediction.step_time_s,
             gap=max(0.0, 1 - bound / p.prediction.step_time_s) if p.certificate.gap > 0 else 0.0,
