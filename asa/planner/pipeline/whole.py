@@ -128,5 +128,6 @@ def _practised(prices: Prices) -> StrategyRow:
 def _overfull(prices: Prices, candidate: Candidate) -> bool:
     """Whether parameters and optimizer state exceed memory for any number of microbatches: those of a single stage, or
     of one component of a pipeline, whose cuts may move."""
-    states = [c.footprint.state for c in prices.of(candidate).components]
-    return (sum(states) if len(candidate.widths) == 1 else max(states)) > prices.capacity(candidate)
+    price = prices.of(candidate)
+    state = price.peak.state if len(candidate.widths) == 1 else max(c.footprint.state for c in price.components)
+    return state > prices.capacity(candidate)
