@@ -192,7 +192,8 @@ class Annealing:
         for pin in self.request.pins:
             if pin.matches(self.parts[i].name):
                 choice = way.data if pin.axis == "data" else way.tensor
-                if not pin.allows(choice.strategy, choice.degree):
+                bare = pin.axis == "data" and not self.parts[i].parameter_bytes  # nothing to shard
+                if not pin.allows(pin.strategy if bare else choice.strategy, choice.degree):
                     return False
         return True
 

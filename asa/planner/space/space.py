@@ -319,12 +319,14 @@ class Space:
 
 
 def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
-    """The restriction that ``pins`` put on the ways of components.
+    """The restriction that ``pins`` put on the ways of components. Where a component has no parameters, a data strategy
+    has nothing to do, and replicas are as good as what a pin names.
 
     Raises:
         UsageError: a pin matches no component, or two pins contradict each other on one component.
     """
-    names = [c.name for c in profile.graph.components]
+    components = profile.graph.components
+    names, bare = [c.name for c in components], {i for i, c in enumerate(components) if not c.parameter_bytes}
     pin_of: dict[tuple[int, str], Pin] = {}
     for pin in pins:
         matched = [i for i, name in enumerate(names) if pin.matches(name)]
@@ -339,7 +341,8 @@ def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
     def allowed(index: int, way: Way) -> bool:
         for axis, choice in (("data", way.data), ("tensor", way.tensor)):
             pin = pin_of.get((index, axis))
-            if pin is not None and not pin.allows(choice.strategy, choice.degree):
+            same = pin is not None and axis == "data" and index in bare
+            if pin is not None and not pin.allows(pin.strategy if same else choice.strategy, choice.degree):
                 return False
         return True
 
