@@ -202,7 +202,7 @@ def test_local_moves_do_not_improve_an_optimum():
     assert skeleton is not None
     assert found.value == pytest.approx(found.bound)
     m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
-    stops = skeleton.stops(8)
+    stops = (*skeleton.starts[1:], 8)
     for _ in range(400):
         s = rng.randrange(len(skeleton.widths))
         chain = pipelines.chain(skeleton.widths[s], m)
