@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from asa.cost.menu import Menu, PricedWays
+from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
@@ -274,6 +275,22 @@ class Sketch:
                 uniform = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], prices)
                 self._uniforms[w, m, style, first] = uniform
         return self._uniforms[w, m, x, first]
+
+    def stage(
+        self, start: int, stop: int, w: int, x: StageStyle, m: int, in_flight: int, first: int = 0
+    ) -> tuple[StageTimes, Uniform] | None:
+        """Times and configuration of a stage of ``w`` ranks from the rank ``first`` on that runs its components in a
+        style with as few of them recomputed as fit; None where none fits or some cannot run."""
+        plain, full = (replace(x, checkpoint=c) for c in (False, True))
+        stored, room = self.uniform(w, m, plain, first), self.space.room(first, w, self.gpus)
+        if self.possible(w, m, plain)[start:stop].all():
+            times, peak = stored.stage(start, stop, in_flight)
+            if peak <= room:
+                return times, stored
+        if not self.space.strategies.checkpoint or not self.possible(w, m, full)[start:stop].all():
+            return None
+        needed = [i for i in range(start, stop) if not self.allowed(i, stored.ways[i])]
+        return stored.recomputed(self.uniform(w, m, full, first), start, stop, in_flight, room, needed)
 
     def _menu(self, pricer: Pricer, styles: Sequence[StageStyle]) -> Menu:
         """Every component in each of these styles."""
