@@ -17,22 +17,20 @@ from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, L
 
 
 class Descent:
-    """A choice that fits: ``picked``, rows of ``x``, and its ``value``, ms of a step."""
+    """A choice that fits: ``picked``, rows of ``x``."""
 
     def __init__(self, x: dual.Arrays, picked: list[int]) -> None:
-        self.x = x
-        self._set_choice(picked)
+        self.x, self.picked, self._chosen = x, picked, x.evaluate(picked)
 
-    def _set_choice(self, picked: list[int]) -> None:
-        """Replace the choice, with its peak and overlap at each component."""
-        self.picked, chosen = picked, self.x.evaluate(picked)
-        self._rows, self._layout, self._between = chosen.rows, chosen.layout, chosen.between
-        self._hidden, self._peaks, self._total, self.value = chosen.hidden, chosen.peaks, chosen.total, chosen.value
+    @property
+    def value(self) -> float:
+        """Ms of a step under the choice."""
+        return self._chosen.value
 
     def by_one(self) -> None:
         """Apply the change of one component that gains most, until none gains."""
         while (picked := self._best_change()) is not None:
-            self._set_choice(picked)
+            self.picked, self._chosen = picked, self.x.evaluate(picked)
 
     def _best_change(self) -> list[int] | None:
         """The choice with one change that fits in the least ms; None if no change gains."""
@@ -47,19 +45,19 @@ class Descent:
 
     def alternatives(self, i: int) -> tuple[Any, Any]:
         """(ms, fits) for each row of component i in place of its own: ms of a step, and whether it fits."""
-        x, n = self.x, self.x.n
+        x, n, chosen = self.x, self.x.n, self._chosen
         layout, k = x.layout[i], np.arange(n)
-        new = x.rows[i] - self._rows[i]
+        new = x.rows[i] - chosen.rows[i]
         front, back = np.zeros((len(layout), 4)), np.zeros((len(layout), 4))
         if i:
-            front = x.edges[i - 1][:, self._layout[i - 1], layout].T - self._between[i]
+            front = x.edges[i - 1][:, chosen.layout[i - 1], layout].T - chosen.between[i]
         if i + 1 < n:
-            back = x.edges[i][:, layout, self._layout[i + 1]].T - self._between[i + 1]
-        hidden = self._hidden + x.sp * new[:, WINDOW, None] * (k > i) + x.sc * new[:, PROMPT, None] * (k < i)
+            back = x.edges[i][:, layout, chosen.layout[i + 1]].T - chosen.between[i + 1]
+        hidden = chosen.hidden + x.sp * new[:, WINDOW, None] * (k > i) + x.sc * new[:, PROMPT, None] * (k < i)
         hidden += x.sc * new[:, LATE, None] * (k < x.release[i])
-        values = self._total + new[:, WORK] + front[:, COST] + back[:, COST] - x.saving * hidden.min(axis=1)
+        values = chosen.total + new[:, WORK] + front[:, COST] + back[:, COST] - x.saving * hidden.min(axis=1)
         standing = new[:, STATE] + front[:, ESTATE] + back[:, ESTATE]
-        peaks = self._peaks + standing[:, None] + (new[:, ACT] + front[:, EACT])[:, None] * (k >= i)
+        peaks = chosen.peaks + standing[:, None] + (new[:, ACT] + front[:, EACT])[:, None] * (k >= i)
         peaks += back[:, EACT, None] * (k > i) + new[:, GRAD, None] * (k <= i)
         peaks += (new[:, TRANS] + front[:, ETRANS])[:, None] * (k == i) + back[:, ETRANS, None] * (k == i + 1)
         return values, np.isfinite(values) & (peaks.max(axis=1) <= x.capacity)
