@@ -12,7 +12,7 @@ from test_unequal import few, unequal
 
 from asa.cost.machine import presets
 from asa.cost.memory.peak import made_ready
-from asa.errors import InfeasibleError
+from asa.errors import InfeasibleError, UsageError
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
@@ -221,3 +221,14 @@ def test_components_that_take_no_time_are_planned_and_drawn_as_a_curve():
         assert plan(profile, nouns.cluster(2), offered(), Request(gpus=gpus, global_batch=8))
     request = Request(gpus=2, global_batch=8)
     assert frontier.against_cost(profile, nouns.cluster(2), offered(), request, price=1.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_pin_may_be_the_stricter_one_of_two(order):
+    pins = tuple(map(parse_pin, ("*=zero3", "head=zero3@4")))[::order]
+    found = plan(nouns.profile(), nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, pins=pins))[0]
+    assert {c.data.strategy for c in found.components} == {"zero3"}
+    assert {c.name: c.data.degree for c in found.components}["head"] == 4
+    with pytest.raises(UsageError, match="contradict"):
+        pins = tuple(map(parse_pin, ("*=zero3", "head=zero3@1")))[::order]
+        plan(nouns.profile(), nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, pins=pins))

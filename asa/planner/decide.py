@@ -160,7 +160,7 @@ def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
     notes: list[str] = []
     if gap > _WORTH:
         notes.append(
-            f"the search was stopped after {outcome.seconds:.2g} s, {100 * gap:.2g} % above its bound: a longer "
+            f"the search was stopped after {outcome.seconds:.2g} s, its bound is {100 * gap:.2g} % lower: a longer "
             "--time-limit may find a faster plan"
         )
     if gap > PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):

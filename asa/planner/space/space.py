@@ -334,9 +334,12 @@ def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
             shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
             raise UsageError(f"pin {pin} matches no component of {profile.model_spec}; it has {shown}")
         for i in matched:
-            other = pin_of.setdefault((i, pin.axis), pin)
-            if (other.strategy, other.degree) != (pin.strategy, pin.degree):
+            other = pin_of.get((i, pin.axis), pin)
+            same = (other.strategy, other.degree) == (pin.strategy, pin.degree)
+            loose, exact = sorted((other, pin), key=lambda p: p.degree or 0)
+            if not same and (loose.degree or not exact.degree or not loose.allows(exact.strategy, exact.degree)):
                 raise UsageError(f"pins {other} and {pin} contradict each other on component {names[i]}")
+            pin_of[i, pin.axis] = exact
 
     def allowed(index: int, way: Way) -> bool:
         for axis, choice in (("data", way.data), ("tensor", way.tensor)):
