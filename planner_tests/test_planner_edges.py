@@ -232,3 +232,10 @@ def test_a_pin_may_be_the_stricter_one_of_two(order):
     with pytest.raises(UsageError, match="contradict"):
         pins = tuple(map(parse_pin, ("*=zero3", "head=zero3@1")))[::order]
         plan(nouns.profile(), nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, pins=pins))
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_where_nothing_fits_a_smaller_batch_is_one_that_the_microbatches_asked_for_divide(microbatches):
+    request = Request(gpus=2, global_batch=8, microbatches=microbatches, memory_bytes=60 * MIB)
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        plan(nouns.profile(), nouns.cluster(2), offered(), request)

@@ -201,10 +201,10 @@ def _first_that(values: Iterable[int], fits: Callable[[int], bool]) -> int | Non
 
 def _smaller_batch(space: Space) -> int | None:
     """The largest of batch/2, batch/4, ... with which something fits; None if none is found in time."""
-    batch = space.request.global_batch // 2
-    if batch and hopeless(_with(space, global_batch=batch), space.pinned):
+    batch, least = space.request.global_batch // 2, space.request.microbatches or 1
+    if batch < least or hopeless(_with(space, global_batch=batch), space.pinned):
         return None  # weights and state, which no smaller batch reduces, are too large
-    halves = (batch >> k for k in range(batch.bit_length()))
+    halves = (batch >> k for k in range(batch.bit_length()) if batch >> k >= least)
     return _first_that(halves, lambda b: _fits(_with(space, global_batch=b)))
 
 
