@@ -18,6 +18,7 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.answer.infeasible import hopeless, low_peak_plans
+from asa.planner.pipeline.practice import practice
 from asa.planner.pipeline.whole import row
 from asa.planner.questions import frontier
 from asa.planner.space import baselines
@@ -87,6 +88,9 @@ def test_whole_parameters_that_neighbours_share_out_count_as_what_is_printed():
     assert not prices.fits(uniform("zero1", prices, 1))
     assert row("zero1", prices).fits
     assert not hopeless(prices)
+    split, _ = practice(prices, anything)
+    assert split is not None
+    assert prices.fits(split)
     assert plan(profile, cluster, strategies, request)
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from asa.cost.memory.peak import margin
+from asa.cost.memory.together import repeated_bytes
 from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.ir.layout import lowest_terms
 from asa.ir.plan import DataStrategyName
@@ -212,6 +213,7 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     each = [c.output_bytes_per_sample for c in sketch.graph.components]
     saved = margin() * np.minimum(saved, [local[w.layout] * size for w, size in zip(ways, each, strict=True)])
     state, added, saved = (np.add.reduceat(v, x.starts) for v in (state, added, saved))
+    state = state - [repeated_bytes(pricer, a, ways[a:b]) for a, b in pairwise((*x.starts, n))]
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     flights = np.array([1 if schedule is None else schedule.in_flight(s, x.p, m) for s in range(x.p)])
     memory = np.maximum(state - added + flights * saved, state + (flights - 1) * saved)
