@@ -7,7 +7,7 @@ fits is skipped: the fastest plan under a limit is the fastest under every lower
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -97,8 +97,8 @@ def against_memory(
     Raises:
         InfeasibleError: nothing runs, whatever the memory.
     """
-    clock = _ShownClock(request, points)
-    unlimited = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
+    limit_s = _limits(request, points)
+    unlimited = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=limit_s(0))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, unlimited))
     plans = [_faster(plan(profile, cluster, strategies, unlimited, known=prices)[0], answer)]
     tight = Prices(Space(prices.space.profile, cluster, strategies, replace(unlimited, memory_bytes=1)), prices)
@@ -108,7 +108,7 @@ def against_memory(
     for done, limit in enumerate(_falling(top, min(top, floor), points)[1:], 1):
         if limit >= _limit(plans[-1], cluster):
             continue
-        tighter = replace(unlimited, memory_bytes=limit, time_limit_s=clock.limit(done))
+        tighter = replace(unlimited, memory_bytes=limit, time_limit_s=limit_s(done))
         try:
             plans.append(plan(profile, cluster, strategies, tighter, known=prices)[0])
         except InfeasibleError:
@@ -128,10 +128,10 @@ def against_cost(
     steps = math.ceil(epoch_samples / request.global_batch)
     points: list[CostPoint] = []
     sizes = counts(request.gpus)
-    clock = _ShownClock(request, len(sizes))
+    limit_s = _limits(request, len(sizes))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, request))
     for done, gpus in enumerate(sizes):
-        narrower = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
+        narrower = replace(request, gpus=gpus, top_k=1, time_limit_s=limit_s(done))
         try:
             best = plan(profile, cluster, strategies, narrower, known=prices)[0]
         except (InfeasibleError, UsageError) as error:  # some disciplines need a certain number of devices
@@ -163,17 +163,11 @@ def _faster(plan: Plan, answer: Plan | None) -> Plan:
     return answer
 
 
-class _ShownClock:
-    """Divides :data:`BUDGET_S` among the points that are still to come."""
-
-    def __init__(self, request: Request, points: int) -> None:
-        self._most, self._points = request.time_limit_s, points
-        self._ends = clock.now() + BUDGET_S
-
-    def limit(self, done: int) -> float:
-        """Seconds for the next search, after ``done`` points."""
-        share = (self._ends - clock.now()) / max(1, self._points - done)
-        return min(self._most, max(0.25, share))
+def _limits(request: Request, points: int) -> Callable[[int], float]:
+    """Seconds for the next search by the number of points that are done: an equal share of the rest of
+    :data:`BUDGET_S` for each point to come."""
+    ends = clock.now() + BUDGET_S
+    return lambda done: min(request.time_limit_s, max(0.25, (ends - clock.now()) / max(1, points - done)))
 
 
 def counts(gpus: int) -> tuple[int, ...]:
@@ -275,9 +269,5 @@ def _undominated(point: CostPoint, others: Sequence[CostPoint]) -> bool:
     if point.epoch_s is None or point.epoch_cost is None:
         return False
     own = (point.epoch_s, point.epoch_cost)
-    for other in others:
-        if other.epoch_s is not None and other.epoch_cost is not None:
-            rival = (other.epoch_s, other.epoch_cost)
-            if rival != own and rival[0] <= own[0] and rival[1] <= own[1]:
-                return False
-    return True
+    rivals = [(x.epoch_s, x.epoch_cost) for x in others if x.epoch_s is not None and x.epoch_cost is not None]
+    return not any(x != own and x[0] <= own[0] and x[1] <= own[1] for x in rivals)
