@@ -125,18 +125,14 @@ class Sketch:
                          for o in firsts]) for w in stages
         }  # fmt: skip
         links = {w: self._links(w, m) for w in stages}
-        longest_s = min(float(s.steady[0, 0, -1]) for s in stages.values())
-        all_s = np.concatenate([s.steady[0][np.isfinite(s.steady[0])] for s in stages.values()])
-        if not len(all_s):
-            return
-        longest = min(longest_s, float(all_s.max()))
-        cuts = range(len(self.cuts) - 1)
-        shortest = max(float(min(s.steady[0, k, k + 1] for s in stages.values())) for k in cuts)
-        shortest = max(shortest, longest / (2 * ranks))
-        if not np.isfinite(shortest) or shortest <= 0:
-            shortest = longest / (2 * ranks)
+        first_s = np.array([s.steady[0] for s in stages.values()])
+        possible_s = first_s[np.isfinite(first_s)]
+        longest = min(float(first_s[:, 0, -1].min()), float(possible_s.max(initial=0.0)))
         if longest <= 0:
-            return  # components take no time: one stage is as fast as any number
+            return  # nothing fits, or components take no time: one stage is as fast as any number
+        cuts = np.arange(len(self.cuts) - 1)
+        shortest = float(first_s[:, cuts, cuts + 1].min(axis=0).max())
+        shortest = max(shortest if np.isfinite(shortest) else 0.0, longest / (2 * ranks))
         outlines: dict[Any, tuple[float, PipelineOutline]] = {}
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, allowed, unit, ranks):
