@@ -243,3 +243,18 @@ def test_where_nothing_fits_a_smaller_batch_is_one_that_the_microbatches_asked_f
     request = Request(gpus=2, global_batch=8, microbatches=microbatches, memory_bytes=60 * MIB)
     with pytest.raises(InfeasibleError, match="no plan fits"):
         plan(nouns.profile(), nouns.cluster(2), offered(), request)
+
+
+def test_pins_hold_however_much_memory_there_is():
+    """Components that a stage may not run are kept out of it by what they would hold."""
+    strategies = few(offered(), "replicate", "zero1", schedules=("1f1b", "gpipe"))
+    pins = (parse_pin("stem=replicate@2"), parse_pin("head=zero1@3"))
+    request = Request(gpus=5, global_batch=12, pins=pins, prefer_simple=False, time_limit_s=20)
+    profile, usual = nouns.profile(), nouns.cluster(5)
+    huge = replace(usual, device=replace(usual.device, memory_bytes=2**62))
+    answers = [plan(profile, cluster, strategies, request)[0] for cluster in (usual, huge)]
+    for answer in answers:
+        by_name = {c.name: c.data for c in answer.components}
+        assert (by_name["stem"].strategy, by_name["stem"].degree) == ("replicate", 2)
+        assert (by_name["head"].strategy, by_name["head"].degree) == ("zero1", 3)
+    assert answers[1].prediction.step_time_s == pytest.approx(answers[0].prediction.step_time_s)
