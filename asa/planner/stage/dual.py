@@ -121,15 +121,16 @@ class Arrays:
         state, activations, transient = rows[:, [STATE, ACT, TRANS]].T + between[:n, [ESTATE, EACT, ETRANS]].T
         peak_gib = peaks(state, activations, rows[:, GRAD], transient)
         value = total - self.saving * float(hidden.min())
-        return EvaluatedChoice(rows, layout, between, hidden=hidden, peaks=peak_gib, total=total, value=value)
+        return EvaluatedChoice(picked, rows, layout, between, hidden=hidden, peaks=peak_gib, total=total, value=value)
 
 
 @dataclass(frozen=True)
 class EvaluatedChoice:
-    """One choice: its rows, layouts and boundaries by component (the last boundary, after the end, is zero). ``hidden``
-    are the ms that would be hidden if the communication stream stayed busy from each component on; ``peaks`` GiB at the
-    peak of each; ``total`` ms of all work, and ``value`` those of the step."""
+    """One choice: the rows ``picked``, their figures, layouts and boundaries by component (the last boundary, after the
+    end, is zero). ``hidden`` are the ms that would be hidden if the communication stream stayed busy from each
+    component on; ``peaks`` GiB at the peak of each; ``total`` ms of all work, and ``value`` those of the step."""
 
+    picked: list[int]
     rows: Any
     layout: list[int]
     between: Any

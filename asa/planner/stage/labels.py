@@ -12,7 +12,7 @@ import numpy as np
 
 from asa.planner.budget import ROUNDING
 from asa.planner.stage import dual
-from asa.planner.stage.descent import Descent
+from asa.planner.stage.descent import descended
 from asa.planner.stage.dual import INF
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.pricing_problem import PricingProblem
@@ -70,10 +70,9 @@ class Solver:
 
     def _descend(self) -> None:
         """Improve the choice that was met."""
-        descent = Descent(self.x, self.picked)
-        descent.by_one()
-        if descent.value < self.value:
-            self.value, self.picked = descent.value, descent.picked
+        better = descended(self.x, self.picked)
+        if better.value < self.value:
+            self.value, self.picked = better.value, better.picked
 
     def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
         """Run passes until nothing is left below ``cutoff`` and the best choice, or time is up."""
