@@ -114,22 +114,21 @@ def search(
     started: float | None = None,
     floor: dict[int, float] | None = None,
     near: Mapping[int, Paced] | None = None,
-    likely_tight: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
     """The fastest pipeline plan below ``incumbent_ms``, if any, with a lower bound.
 
     ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
     the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
-    up. ``likely_tight``: memory may bind. ``started``: where the curve begins. ``floor``: a bound for each number of
-    microbatches to search (:mod:`asa.planner.pipeline.floors`); all where None. ``near`` raises some of these bounds.
+    up. ``started``: where the curve begins. ``floor``: a bound for each number of microbatches to search
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``near`` raises some of these bounds.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
     floor = floors(pipelines, incumbent_ms)[0] if floor is None else floor
     if searched(pipelines):
-        cache = StageCache(pipelines, likely_tight=likely_tight, effort=effort)
+        cache = StageCache(pipelines, effort=effort)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
                 for stages in _alike(schedule, min(cache.n, cache.gpus), m):

@@ -69,7 +69,7 @@ class StagedSpace:
         self._prices = prices
         self._allowed, self._every = allowed, every
         self.likely_tight = False
-        """Whether memory is likely to bind; it sets the order in which configurations are priced."""
+        """Whether memory is likely to bind; it sets the order in which configurations are priced and bounded."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
         self._several: dict[tuple[object, ...], list[tuple[float, float]]] = {}
