@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from asa.cost.machine.estimate import on_device
 from asa.cost.memory.peak import usable
@@ -83,6 +83,9 @@ class Annealing:
         """Widths that the certificate names for a single stage; all where nothing is said."""
         nodes = range(self.cluster.node, 17, self.cluster.node) if "up to 16 in whole nodes" in self.space else ()
         self.several_widths = {w for w in range(1, gpus + 1) if w <= 8 or w % 8 == 0 or w in nodes}
+        if "its longest row has" in self.space:
+            rows = [(kind, len(list(row))) for kind, row in groupby(map(self._kind, range(gpus)))]
+            self.several_widths |= {max(n for k, n in rows if k == kind) for kind, _ in rows}
 
     def answered(self, answer: Plan) -> Trial:
         """The plan that is attacked."""

@@ -18,6 +18,7 @@ from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.answer.infeasible import hopeless, low_peak_plans
+from asa.planner.pipeline.kinds import KindSpace
 from asa.planner.pipeline.practice import practice
 from asa.planner.pipeline.whole import row
 from asa.planner.questions import frontier
@@ -258,3 +259,14 @@ def test_pins_hold_however_much_memory_there_is():
         assert (by_name["stem"].strategy, by_name["stem"].degree) == ("replicate", 2)
         assert (by_name["head"].strategy, by_name["head"].degree) == ("zero1", 3)
     assert answers[1].prediction.step_time_s == pytest.approx(answers[0].prediction.step_time_s)
+
+
+def test_the_named_space_has_every_width_that_stages_of_one_kind_may_have():
+    """A kind with a row of 12 devices may have a stage of 12, though not every stage may."""
+    cluster = unequal(*[1.0] * 12, *[0.5] * 4)
+    space = Space(nouns.profile(), cluster, offered(), Request(gpus=16, global_batch=64))
+    staged = KindSpace(Prices(space), anything)
+    widths = {staged.width(w) for w in staged.widths()}
+    others = {w for w in widths if w > 8 and w % 8}
+    assert others == {12}
+    assert "also as many as its longest row has" in space.describe()

@@ -312,6 +312,7 @@ class Space:
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
                 + (" or by any weights, one for ranks of one speed" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
+                + ", also as many as its longest row has" * (gpus > 8)
             )
         if self.request.pins:
             parts.append("pins " + " ".join(str(p) for p in self.request.pins))
