@@ -17,6 +17,7 @@ from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, parse_pin, plan, why_not
+from asa.planner.answer.canonical import _Around
 from asa.planner.answer.infeasible import hopeless, low_peak_plans
 from asa.planner.pipeline.kinds import KindSpace
 from asa.planner.pipeline.practice import practice
@@ -270,3 +271,13 @@ def test_the_named_space_has_every_width_that_stages_of_one_kind_may_have():
     others = {w for w in widths if w > 8 and w % 8}
     assert others == {12}
     assert "also as many as its longest row has" in space.describe()
+
+
+def test_devices_of_one_speed_keep_one_share_of_the_batch_whatever_their_memory():
+    """The space that certificates name has weights by speed."""
+    cluster = unequal(1.0, 1.0, 0.5, 0.5, memories=(2**33, 2**32, 2**33, 2**33))
+    prices = Prices(Space(nouns.profile(), cluster, offered(), Request(gpus=4, global_batch=64)))
+    begun = uniform("ddp", prices, 1)
+    cuts = [x.ways[0].layout.weights for x in _Around(prices, begun, anything)._cut_otherwise(begun)]
+    assert cuts
+    assert all(w[0] == w[1] and w[2] == w[3] and w[0] != w[2] for w in cuts)
