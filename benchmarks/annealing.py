@@ -78,6 +78,7 @@ class Annealing:
             if w <= most or ("multiple of 8" in others and w % 8 == 0) or (f"or of {gpus}" in others and w == gpus)
             or ("third or quarter" in others and w in [-(-batch // k) for k in (2, 3, 4)])
             or ("its divisors" in others and batch % w == 0) or ("another kind" in others and w in self.borders)
+            or ("of a node" in others and w == self.cluster.node)
             or ("times the batch" in others and w % batch == 0 and (w // batch).bit_count() == 1)
         }  # fmt: skip
         """Widths that the certificate names for a single stage; all where nothing is said."""

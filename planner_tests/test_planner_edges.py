@@ -20,7 +20,7 @@ from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.answer.canonical import _Around
 from asa.planner.answer.infeasible import hopeless, low_peak_plans
 from asa.planner.pipeline.kinds import KindSpace
-from asa.planner.pipeline.practice import practice
+from asa.planner.pipeline.practice import _widths, practice
 from asa.planner.pipeline.whole import row
 from asa.planner.questions import frontier
 from asa.planner.space import baselines
@@ -281,3 +281,18 @@ def test_devices_of_one_speed_keep_one_share_of_the_batch_whatever_their_memory(
     cuts = [x.ways[0].layout.weights for x in _Around(prices, begun, anything)._cut_otherwise(begun)]
     assert cuts
     assert all(w[0] == w[1] and w[2] == w[3] and w[0] != w[2] for w in cuts)
+
+
+def test_an_answer_is_improved_to_widths_of_the_named_space_only():
+    """Stages of several have up to 8 ranks or multiples of 8; a single stage may have a node of 20."""
+    box = nouns.cluster(40)
+    nodes = replace(box, levels=(replace(box.levels[0], name="node", devices=20), box.levels[0]))
+    space = Space(nouns.profile(), nodes, offered(), Request(gpus=40, global_batch=96))
+    assert 20 in _widths(space)
+    assert set(_widths(space)) <= set(space.single_widths())
+    assert "or of a node" in space.describe()
+    prices = Prices(Space(nouns.profile(), box, offered(), Request(gpus=40, global_batch=96)))
+    begun = uniform("hybrid:d16p2", prices, 4)
+    widths = {w for x in _Around(prices, begun, anything)._fewer(begun) for w in x.widths}
+    assert widths > {8, 16}
+    assert widths <= set(prices.space.several(40))

@@ -272,7 +272,7 @@ class _Around:
             return
         # On unequal devices a stage has devices of one kind, so its width stays.
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
-            for less in (v for v in range(1, w) if self.space.placed(0, v)):
+            for less in sorted(v for v in self.space.several(self.space.request.gpus) if v < w):
                 yield from self._in_styles(x, s, less)
         if m // 2 not in self.space.microbatches():
             return

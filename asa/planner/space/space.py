@@ -278,11 +278,13 @@ class Space:
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
     def single_widths(self) -> tuple[int, ...]:
-        """Widths of single stages, widest first: all up to 16, :func:`widths`, divisors of the batch, the fewest ranks
-        with up to 4 samples each, the batch times powers of two, and where devices of another kind begin."""
+        """Widths of single stages, widest first: all up to 16, :func:`widths`, a node, divisors of the batch, the
+        fewest ranks with up to 4 samples each, the batch times powers of two, and where devices of another kind
+        begin."""
         gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
         some = {w for w in range(1, gpus) if w <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]}
         some |= {batch << k for k in range(gpus.bit_length())} | {-(-batch // k) for k in (2, 3, 4)}
+        some.add(self.cluster.node)
         return tuple(sorted({*widths(gpus), *(w for w in some if w < gpus)}, reverse=True))
 
     def describe(self) -> str:
@@ -298,6 +300,7 @@ class Space:
         parts = [
             f"one stage of 1 to {min(gpus, _NARROW)} ranks"
             + (f", of a multiple of 8 ranks, of a power of two times the batch, {some}, or of {gpus}" * wide)
+            + (", or of a node" if wide and _NARROW < self.cluster.node < gpus and self.cluster.node % 8 else "")
             + (", or of the first ranks up to another kind" if wide and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else "")
             + (f", priced with all {gpus} devices busy" if piped and gpus > 2 else ""),
