@@ -145,7 +145,7 @@ def test_plans_with_low_peaks_have_the_widths_of_the_named_space():
 
 def test_a_remedy_of_memory_is_enough_for_the_device_that_holds_most():
     """The first device is too small by little; the second has much more memory, and its stage needs that."""
-    cluster, strategies = unequal(1.0, 0.5, memories=(8 * MIB, 300 * MIB)), few(offered(), "replicate")
+    cluster, strategies = unequal(1.0, 0.5, memories=(2 * MIB, 300 * MIB)), few(offered(), "replicate")
     strategies = replace(strategies, schedules={"1f1b": offered().schedules["1f1b"]})
     request = Request(gpus=2, global_batch=8)
     with pytest.raises(InfeasibleError, match="try --memory") as caught:
