@@ -70,7 +70,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
 
 def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
     """Parameter servers on the workers of data parallelism, for comparison only: without a candidate."""
-    if ddp is None or ddp.candidate is None:
+    if ddp is None or ddp.candidate is None or not ddp.seconds:
         return []
     workers = ddp.candidate
     prices_of = {n: consistency.disciplined(prices, workers, parse(n)).price for n in consistency.TABLED}
