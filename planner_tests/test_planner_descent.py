@@ -13,7 +13,7 @@ import random_problems
 from asa.planner import clock
 from asa.planner.budget import USUAL
 from asa.planner.stage import dual, exhaustive, labels
-from asa.planner.stage.descent import descended
+from asa.planner.stage.labels import descended
 from asa.planner.stage.lookup import FormulatedStage
 from asa.planner.stage.pareto import OutOfTimeError, efficient
 from asa.planner.stage.problem import Choice, Problem
