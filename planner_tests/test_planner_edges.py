@@ -235,8 +235,8 @@ def test_a_pin_may_be_the_stricter_one_of_two(order):
     found = plan(nouns.profile(), nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, pins=pins))[0]
     assert {c.data.strategy for c in found.components} == {"zero3"}
     assert {c.name: c.data.degree for c in found.components}["head"] == 4
+    pins = tuple(map(parse_pin, ("*=zero3", "head=zero3@1")))[::order]
     with pytest.raises(UsageError, match="contradict"):
-        pins = tuple(map(parse_pin, ("*=zero3", "head=zero3@1")))[::order]
         plan(nouns.profile(), nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, pins=pins))
 
 

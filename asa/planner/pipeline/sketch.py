@@ -244,15 +244,16 @@ class Sketch:
         return self._ways[i, w, x]
 
     def _way(self, i: int, w: int, x: StageStyle) -> Way:
-        splits = x.tensor > 1 and self.space.splits(i, x.tensor)
-        component = self.graph.components[i]
-        strategy = x.strategy
-        if component.parameter_bytes == 0 or self.space.strategies.data[strategy].refusal(component, x.data):
+        component, strategy = self.graph.components[i], x.strategy
+        splits = x.tensor > 1 and not component.tied and self.space.splits(i, x.tensor)
+        data = w if component.tied else x.data  # what shares a parameter is whole on all ranks of its stage
+        refused = component.tied or self.space.strategies.data[strategy].refusal(component, data)
+        if component.parameter_bytes == 0 or refused:
             strategy = "replicate"
         forgets = x.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
         return Way(
-            layout=self._layout(w, x.data, x.tensor if splits else 1),
-            data=DataDegree(strategy=strategy, degree=x.data),
+            layout=self._layout(w, data, x.tensor if splits else 1),
+            data=DataDegree(strategy=strategy, degree=data),
             tensor=TensorDegree(strategy="tensor" if splits else "none", degree=x.tensor if splits else 1),
             checkpoint=forgets,
         )

@@ -74,10 +74,7 @@ def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
         return []
     workers = ddp.candidate
     prices_of = {n: consistency.disciplined(prices, workers, parse(n)).price for n in consistency.TABLED}
-    return [
-        StrategyRow(name=n, price=p, why_not=consistency.why_not(n))
-        for n, p in prices_of.items()
-    ]
+    return [StrategyRow(name=n, price=p, why_not=consistency.why_not(n)) for n, p in prices_of.items()]
 
 
 def row(name: str, prices: Prices, *, thorough: bool = False) -> StrategyRow:
