@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from asa.cost.machine.estimate import on_device
 from asa.cost.memory.peak import usable
@@ -78,11 +78,15 @@ class Annealing:
             if w <= most or ("multiple of 8" in others and w % 8 == 0) or (f"or of {gpus}" in others and w == gpus)
             or ("third or quarter" in others and w in [-(-batch // k) for k in (2, 3, 4)])
             or ("its divisors" in others and batch % w == 0) or ("another kind" in others and w in self.borders)
+            or ("of a node" in others and w == self.cluster.node)
             or ("times the batch" in others and w % batch == 0 and (w // batch).bit_count() == 1)
         }  # fmt: skip
         """Widths that the certificate names for a single stage; all where nothing is said."""
         nodes = range(self.cluster.node, 17, self.cluster.node) if "up to 16 in whole nodes" in self.space else ()
         self.several_widths = {w for w in range(1, gpus + 1) if w <= 8 or w % 8 == 0 or w in nodes}
+        if "its longest row has" in self.space:
+            rows = [(kind, len(list(row))) for kind, row in groupby(map(self._kind, range(gpus)))]
+            self.several_widths |= {max(n for k, n in rows if k == kind) for kind, _ in rows}
 
     def answered(self, answer: Plan) -> Trial:
         """The plan that is attacked."""
@@ -192,7 +196,8 @@ class Annealing:
         for pin in self.request.pins:
             if pin.matches(self.parts[i].name):
                 choice = way.data if pin.axis == "data" else way.tensor
-                if not pin.allows(choice.strategy, choice.degree):
+                bare = pin.axis == "data" and not self.parts[i].parameter_bytes  # nothing to shard
+                if not pin.allows(pin.strategy if bare else choice.strategy, choice.degree):
                     return False
         return True
 

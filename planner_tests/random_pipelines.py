@@ -19,6 +19,8 @@ STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 class RandomPipelines:
     """``components`` on up to ``gpus`` ranks; ``speed`` of links in GiB/ms, ``memory`` in GiB of a rank."""
 
+    likely_tight = False
+
     def __init__(
         self, seed: int, *, components: int, gpus: int, most: int, speed: float, memory: float, strategies: int = 4,
         checkpoint: bool = True, equal: bool = False, node: int = 8, noise: float = 0.3, sp: float = 1.0,

@@ -13,7 +13,7 @@ import random_problems
 from asa.planner import clock
 from asa.planner.budget import USUAL
 from asa.planner.stage import dual, exhaustive, labels
-from asa.planner.stage.descent import Descent
+from asa.planner.stage.labels import descended
 from asa.planner.stage.lookup import FormulatedStage
 from asa.planner.stage.pareto import OutOfTimeError, efficient
 from asa.planner.stage.problem import Choice, Problem
@@ -56,10 +56,9 @@ def test_no_change_of_one_component_gains_after_a_descent(seed):
         if begun is None:
             continue
         x, picked = begun
-        found = Descent(x, picked)
-        before = found.value
+        before = x.evaluate(picked).value
         assert before == pytest.approx(exhaustive.value(problem, x.choice(picked)), rel=1e-9)
-        found.by_one()
+        found = descended(x, picked)
         choice = x.choice(found.picked)
         assert found.value == pytest.approx(exhaustive.value(problem, choice), rel=1e-9)
         assert fits(problem, choice)

@@ -53,7 +53,8 @@ def test_the_search_finds_what_brute_force_finds(seed):
     impossible = 0
     for case in range(seed * 60, seed * 60 + 60):
         pipelines = small(case)
-        found, truth = search(pipelines, likely_tight=case % 2 == 1), truth_of(case)
+        pipelines.likely_tight = case % 2 == 1
+        found, truth = search(pipelines), truth_of(case)
         impossible += truth == INF
         assert found.value == pytest.approx(truth, rel=1e-9), case
         assert found.bound == pytest.approx(truth, rel=1e-8), case
@@ -73,7 +74,9 @@ def test_few_labels_at_first_cost_neither_plan_nor_proof(monkeypatch):
         effort = Effort(labels=2, turns=turns)
         for case in range(41, 81):
             memory = (1, 1.5, 2.5, 3)[case % 4]
-            found, truth = search(small(case, memory=memory), likely_tight=True, effort=effort), truth_of(case, memory)
+            pipelines = small(case, memory=memory)
+            pipelines.likely_tight = True
+            found, truth = search(pipelines, effort=effort), truth_of(case, memory)
             assert found.value == pytest.approx(truth, rel=1e-9), case
             assert found.bound == pytest.approx(truth, rel=1e-8), case
         counts.append(len(refined))
@@ -202,7 +205,7 @@ def test_local_moves_do_not_improve_an_optimum():
     assert skeleton is not None
     assert found.value == pytest.approx(found.bound)
     m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
-    stops = skeleton.stops(8)
+    stops = (*skeleton.starts[1:], 8)
     for _ in range(400):
         s = rng.randrange(len(skeleton.widths))
         chain = pipelines.chain(skeleton.widths[s], m)

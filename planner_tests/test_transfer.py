@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asa.cost.shards import sending
+from asa.cost.traffic.handovers import sending
 from asa.ir.layout import Boundary, Layout, bounds
 from asa.ir.transfer import Hop, transfers, whole
 

@@ -7,14 +7,13 @@ Time is that of the slowest rank; memory is that of the rank that holds most, or
 from __future__ import annotations
 
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from asa.cost.memory.peak import margin
 from asa.cost.work.compute import Times
 from asa.ir.graph import Component, LayerGraph
 from asa.ir.layout import Layout, largest_shard
-from asa.ir.transfer import messages
 
 
 class Shards:
@@ -155,26 +154,3 @@ class Keeping:
         sample_bytes = sum(c.saved_bytes_per_sample for c in components) + self._graph.input_bytes_per_sample
         share = passing / max(1.0, passing + saved)
         return share, (1 - share) / max(1.0, sample_bytes)
-
-
-@lru_cache(maxsize=65536)
-def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """The number of concurrent flows of a transfer of ``rows`` rows between stages, and the messages (in rows) of each
-    rank that may be the busiest sender or receiver."""
-    messages_of: dict[int, list[int]] = {}
-    senders, receivers = set(), set()
-    for sender, receiver, low, high in messages(source, target, rows):
-        senders.add(sender)
-        receivers.add(receiver)
-        for rank in (sender, source.width + receiver):
-            messages_of.setdefault(rank, []).append(high - low)
-    return min(len(senders), len(receivers)), _busiest({tuple(sorted(sizes)) for sizes in messages_of.values()})
-
-
-def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The ranks that no other rank dominates, that is, has at least as many messages, each at least as large."""
-    undominated: list[tuple[int, ...]] = []
-    for sizes in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
-        if not any(all(a <= b for a, b in zip(sizes[::-1], other[::-1], strict=False)) for other in undominated):
-            undominated.append(sizes)
-    return tuple(undominated)

@@ -248,16 +248,19 @@ class Cluster:
 
     def fastest_first(self) -> tuple[int, ...] | None:
         """An order of the devices in which every node has its faster devices first, of equally fast ones those with
-        more memory, and nodes are sorted by the total speed, then memory, of their devices. None if the devices are in
-        such an order already, or are equal."""
+        more memory, and nodes are sorted by the total speed, then memory, of their devices; with several levels of
+        links, in the same way inside every block of a level. None if the devices are in such an order already, or are
+        equal."""
         if self.devices is None:
             return None
         kinds = [(-speed, -memory) for speed, memory in self.kinds(self.num_devices)]
-        nodes = [list(range(a, min(a + self.node, self.num_devices))) for a in range(0, self.num_devices, self.node)]
-        for node in nodes:
-            node.sort(key=kinds.__getitem__)
-        nodes.sort(key=lambda node: (len(node) < self.node, *(sum(kinds[r][k] for r in node) for k in (0, 1))))
-        order = tuple(r for node in nodes for r in node)
+        blocks, inner = [[rank] for rank in range(self.num_devices)], 1
+        for width in (*(level.devices for level in self.levels[:-1]), self.num_devices):
+            fast = sorted((len(b) < inner, sum(kinds[r][0] for r in b), sum(kinds[r][1] for r in b), b) for b in blocks)
+            count = -(-self.num_devices // width)
+            blocks = [[r for *_, b in fast if b[0] // width == k for r in b] for k in range(count)]
+            inner = width
+        order = tuple(blocks[0])
         return None if order == tuple(range(self.num_devices)) else order
 
     def ordered(self, order: tuple[int, ...] | None) -> Cluster:

@@ -123,6 +123,7 @@ def plan(
         chosen, notes = _least(prices, proved=outcome.lower_bound_s == float("inf"))
     fastest_s = min([prices.of(chosen).cost.total_s, *([prices.of(outcome.best).cost.total_s] if outcome.best else [])])
     chosen, notes = _surely(prices, chosen, notes, replicas)
+    notes = (*notes, *circumstances(prices, chosen))
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(prices, outcome, request.top_k - 1, request.time_limit_s)
@@ -159,7 +160,7 @@ def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
     notes: list[str] = []
     if gap > _WORTH:
         notes.append(
-            f"the search was stopped after {outcome.seconds:.2g} s, {100 * gap:.2g} % above its bound: a longer "
+            f"the search was stopped after {outcome.seconds:.2g} s, its bound is {100 * gap:.2g} % lower: a longer "
             "--time-limit may find a faster plan"
         )
     if gap > PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):
@@ -202,21 +203,18 @@ def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> t
     """The answer (None where nothing fits) and its notes. ``simplest``: the best whole strategy."""
     best = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
-        return best, () if best is None else circumstances(prices, best)
+        return best, ()
     stay_note = f"stay with {simplest.name}: {_open(_below(outcome.lower_bound_s, simplest.seconds))}"
-    if best is None:
-        return simplest.candidate, (stay_note, *circumstances(prices, simplest.candidate))
-    price = prices.of(best)
-    gain = simplest.seconds - price.cost.total_s
-    if best.key == simplest.candidate.key or gain <= 0:
-        return simplest.candidate, (stay_note, *circumstances(prices, simplest.candidate))
-    unclear = noise(price, simplest.price)
+    gain = 0.0 if best is None else simplest.seconds - prices.of(best).cost.total_s
+    if best is None or best.key == simplest.candidate.key or gain <= 0:
+        return simplest.candidate, (stay_note,)
+    unclear = noise(prices.of(best), simplest.price)
     if prices.space.request.prefer_simple and gain < unclear:
         gain_share, noise_share = (100 * x / simplest.seconds for x in (gain, unclear))
         note = f"{stay_note}, the best plan found gains {gain_share:.2g} %, below the noise of {noise_share:.2g} %"
-        return simplest.candidate, (note, *circumstances(prices, simplest.candidate))
+        return simplest.candidate, (note,)
     note = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
-    return best, (note, *circumstances(prices, best))
+    return best, (note,)
 
 
 def _open(possible: float) -> str:
@@ -246,7 +244,7 @@ def _surely(
     won = 100 * _below(answer[1].cost.total_s, replicas.seconds)
     what = "the best plan found" if chosen.origin == "asa" else chosen.origin
     note = f"stay with ddp: {what} is predicted to be {won:.2g} % faster, {likely}"
-    return ddp[0], (note, *circumstances(prices, ddp[0]))
+    return ddp[0], (note,)
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
@@ -264,7 +262,7 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     if best is None:
         raise infeasible.explain(prices, prices.space.pinned, proved=proved)
     note = "one of those that need least memory: the search found none in its time"
-    return best.candidate, (note, *circumstances(prices, best.candidate))
+    return best.candidate, (note,)
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:

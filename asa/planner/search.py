@@ -265,8 +265,7 @@ class _Search:
         pipelined = joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=budget.enough,
             patience_s=max(0.0, best.started + budget.patience_s - clock.now()), started=best.started, floor=floor,
-            near=near, others=others if near else [*others, *paced], likely_tight=staged.likely_tight,
-            effort=budget.effort,
+            near=near, others=others if near else [*others, *paced], effort=budget.effort,
         )  # fmt: skip
         lowest_bound = min((b for _, _, b in pipelined.curve), default=0.0)
         curve_so_far = [(t, v, min(b, lowest_bound)) for t, v, b in best.curve]

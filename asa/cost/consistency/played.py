@@ -58,7 +58,7 @@ class Machine:
     @property
     def fastest(self) -> float:
         """Samples per second of all workers if none ever waits: an upper bound for every discipline."""
-        return sum(w.rows / w.step_s for w in self.workers)
+        return sum(w.rows / w.step_s if w.step_s else math.inf for w in self.workers)
 
 
 @noun

@@ -34,7 +34,8 @@ def load(name: str, devices: int | None = None) -> Cluster:
     if name not in known:
         close = [n for n in known if n.startswith(name)] or get_close_matches(name, known, n=8, cutoff=0.4) or known
         if devices is not None:
-            close.sort(key=lambda n: (_distance(load(n).num_devices, devices), len(n)))
+            have = {n: load(n).num_devices for n in close}  # enough devices first, then about as many
+            close.sort(key=lambda n: (have[n] < devices, abs(have[n] - devices), len(n)))
         raise UsageError(f"no cluster {name!r}: no file, no preset; `asa cluster list` has {', '.join(close[:_NAMES])}")
     return _read(name)
 
@@ -52,11 +53,6 @@ def offered(devices: int, like: str | None = None) -> str:
         fitting = [n for n in fitting if load(n).device.name == gpu] or fitting
     fitting.sort(key=lambda n: load(n).num_devices)
     return f"presets that have {devices}: {', '.join(fitting[:_NAMES])}" if fitting else ""
-
-
-def _distance(have: int, wanted: int) -> tuple[bool, int]:
-    """A sort key: presets with enough devices first, then by the difference in the number of devices."""
-    return have < wanted, abs(have - wanted)
 
 
 @cache

@@ -95,8 +95,10 @@ def made_ready(input_shape: Sequence[int]) -> float:
     bytes) and whether it lies inside (2 bytes): with three channels 16 bytes per pixel, for an input of 12 bytes. Data
     of fewer pixels, which are resized, take less.
     """
+    if len(input_shape) != 3:
+        return 1.0
     channels = input_shape[0]
-    return max((2 * channels + 10) / (4 * channels) - 1, 0.25) if len(input_shape) == 3 else 1.0
+    return max((2 * channels + 10) / (4 * channels) - 1, 0.25)
 
 
 def margin() -> float:

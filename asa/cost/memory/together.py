@@ -44,10 +44,7 @@ class Wrapped:
 
 def wrapped_memory(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> Wrapped:
     """Memory of components ``alike``, run as ``ways`` say, wrapped as one unit. ``whole``: the stage has no others."""
-    joint, first = pricer.joint(ways[0]), ways[0]
-    repeated = remaining = 0.0
-    if joint and len({(w.tensor, w.offload) for w in ways}) == 1 and not first.offload:
-        repeated = pricer.states.repeated(alike, first)
+    joint, remaining = pricer.joint(ways[0]), 0.0
     joined = joint and not whole and not pricer.states.prefetching  # then they gather for each other
     unmade = pricer.num_microbatches == 1 and pricer.times.unmade
     last = max((i for i in alike if pricer.graph.components[i].parameter_bytes), default=alike.start)
@@ -57,7 +54,21 @@ def wrapped_memory(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: 
         parts.append(pricer.without_unmade(i, way, memory, ending=i == last) if unmade else memory)
     if joint:
         remaining = next(filter(None, map(pricer.remaining_bytes, alike, ways)), 0.0)
-    return Wrapped(alike, tuple(parts), repeated, remaining)
+    return Wrapped(alike, tuple(parts), _repeated(pricer, alike, ways), remaining)
+
+
+def repeated_bytes(pricer: Pricer, start: int, ways: Sequence[Way]) -> float:
+    """Bytes of state that the components of a stage, from ``start`` on, count more than once."""
+    if not any(map(pricer.joint, ways)):
+        return 0.0
+    runs = ((range(start + r.start, start + r.stop), ways[r.start : r.stop]) for r in wrapped(ways))
+    return sum(_repeated(pricer, alike, some) for alike, some in runs)
+
+
+def _repeated(pricer: Pricer, alike: range, ways: Sequence[Way]) -> float:
+    first = ways[0]
+    shared = pricer.joint(first) and not first.offload and len({(w.tensor, w.offload) for w in ways}) == 1
+    return pricer.states.repeated(alike, first) if shared else 0.0
 
 
 def stage_peak(

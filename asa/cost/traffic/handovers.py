@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd
 
-from asa.cost.shards import sending
 from asa.cost.traffic.collectives import Links
 from asa.ir.layout import Layout, largest_shard
+from asa.ir.transfer import messages
 
 
 class Handovers:
@@ -30,10 +31,10 @@ class Handovers:
         return self._seconds[key]
 
     def _messages(self, source: Layout, target: Layout) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """The number of flows and the messages of a transfer, as :func:`asa.cost.shards.sending` returns them."""
+        """The number of flows and the messages of a transfer, as :func:`sending` returns them."""
         key = (source.width, source.data, source.weights, target.width, target.data, target.weights)
-        messages = self._sent.get(key)
-        if messages is None:
+        sent = self._sent.get(key)
+        if sent is None:
             # Even cuts are nested: the transfer is `alike` equal transfers between fewer shards.
             copies = 1 if source.weights or target.weights else gcd(source.data, target.data)
             ends = (
@@ -41,5 +42,28 @@ class Handovers:
                 for x in (source, target)
             )
             flows, ranks = sending(*ends, largest_shard(self._microbatch, copies))
-            messages = self._sent[key] = (flows * copies, ranks)
-        return messages
+            sent = self._sent[key] = (flows * copies, ranks)
+        return sent
+
+
+@lru_cache(maxsize=65536)
+def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """The number of concurrent flows of a transfer of ``rows`` rows between stages, and the messages (in rows) of each
+    rank that may be the busiest sender or receiver."""
+    messages_of: dict[int, list[int]] = {}
+    senders, receivers = set(), set()
+    for sender, receiver, low, high in messages(source, target, rows):
+        senders.add(sender)
+        receivers.add(receiver)
+        for rank in (sender, source.width + receiver):
+            messages_of.setdefault(rank, []).append(high - low)
+    return min(len(senders), len(receivers)), _busiest({tuple(sorted(sizes)) for sizes in messages_of.values()})
+
+
+def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The ranks that no other rank dominates, that is, has at least as many messages, each at least as large."""
+    undominated: list[tuple[int, ...]] = []
+    for sizes in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
+        if not any(all(a <= b for a, b in zip(sizes[::-1], other[::-1], strict=False)) for other in undominated):
+            undominated.append(sizes)
+    return tuple(undominated)

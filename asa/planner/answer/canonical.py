@@ -34,7 +34,6 @@ from asa.ir.codec import hashed
 from asa.ir.layout import lowest_terms
 from asa.planner import clock
 from asa.planner.budget import ROUNDING as TIE
-from asa.planner.pipeline.kinds import kinds
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import difference, similar
@@ -245,22 +244,22 @@ class _Around:
         return self._possible[key]
 
     def _cut_otherwise(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans of a single stage of unequal devices with other batch weights: each device of one kind gets some more
-        samples, and the devices of another kind together get as many fewer."""
+        """Plans of a single stage of unequal devices with other batch weights: each device of one speed gets some more
+        samples, and the devices of another speed together get as many fewer."""
         if len(x.widths) > 1 or not self.space.cluster.unequal or not self.space.request.uneven:
             return
         width, batch = x.widths[0], self.space.request.global_batch
         weights = x.ways[0].layout.weights or (1,) * width
-        kind_of = kinds(self.space.cluster, width)
+        speeds = [self.space.cluster.speed(r) for r in range(width)]
         rows = [Fraction(batch * w, sum(weights)) for w in weights]
         for step in _SAMPLES:
-            for more, less in permutations(sorted(set(kind_of)), 2):
-                samples, other_samples = rows[kind_of.index(more)], rows[kind_of.index(less)]
+            for more, less in permutations(dict.fromkeys(speeds), 2):
+                samples, other_samples = rows[speeds.index(more)], rows[speeds.index(less)]
                 raised = Fraction(round(samples) + step)  # of a device that gets more; the others share the rest
-                lowered = other_samples - (raised - samples) * kind_of.count(more) / kind_of.count(less)
+                lowered = other_samples - (raised - samples) * speeds.count(more) / speeds.count(less)
                 if raised < 1 or lowered < 1:
                     continue
-                new = [raised if k == more else lowered if k == less else r for r, k in zip(rows, kind_of, strict=True)]
+                new = [raised if s == more else lowered if s == less else r for r, s in zip(rows, speeds, strict=True)]
                 scale = lcm(*(x.denominator for x in new))
                 cut = lowest_terms(tuple(int(x * scale) for x in new))
                 ways = tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in x.ways)
@@ -273,7 +272,7 @@ class _Around:
             return
         # On unequal devices a stage has devices of one kind, so its width stays.
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
-            for less in (v for v in range(1, w) if self.space.placed(0, v)):
+            for less in sorted(v for v in self.space.several(self.space.request.gpus) if v < w):
                 yield from self._in_styles(x, s, less)
         if m // 2 not in self.space.microbatches():
             return

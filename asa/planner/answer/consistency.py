@@ -143,6 +143,11 @@ def _aged(row: ConsistencyRow, played: Played) -> ConsistencyRow:
     return replace(row, mean_age=played.mean_age, max_age=played.max_age, waited=waited, rejected=played.rejected)
 
 
+def _seconds(steps: float | None, step_s: float | None) -> float | None:
+    """Seconds of so many steps; None where either is unknown."""
+    return None if steps is None or step_s is None else steps * step_s
+
+
 def _median(r: ConsistencyRow) -> float:
     assert r.time_to_target is not None
     return r.time_to_target.median_s or math.inf
@@ -150,12 +155,8 @@ def _median(r: ConsistencyRow) -> float:
 
 def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
     """Whether ``first`` is exact, or its slowest of 3 or more seeds is faster than the fastest of every exact row."""
-
-    def at(r: ConsistencyRow, count: float | None) -> float | None:
-        return None if count is None or r.step_time_s is None else count * r.step_time_s
-
-    worst = at(first, first.steps.high) if first.steps and first.steps.seeds > 2 else None
-    others = [at(r, r.steps.low) for r in rows if r.exact and r.steps]
+    worst = _seconds(first.steps.high, first.step_time_s) if first.steps and first.steps.seeds > 2 else None
+    others = [_seconds(r.steps.low, r.step_time_s) for r in rows if r.exact and r.steps]
     return first.exact or (worst is not None and bool(others) and all(o is not None and worst < o for o in others))
 
 
@@ -290,15 +291,11 @@ class _Judge:
             unknown = f"{steps.reached} of {steps.seeds} seeds reached it"
         else:
             unknown = ""
-
-        def seconds(count: float | None, step: float | None) -> float | None:
-            return None if count is None or step is None else count * step
-
         return replace(
             row, steps=steps, unknown=unknown,
             time_to_target=TimeToTarget(
-                median_s=seconds(steps.median, row.step_time_s), low_s=seconds(steps.low, row.step_time_low_s),
-                high_s=seconds(steps.high, row.step_time_high_s),
+                median_s=_seconds(steps.median, row.step_time_s), low_s=_seconds(steps.low, row.step_time_low_s),
+                high_s=_seconds(steps.high, row.step_time_high_s),
             ),
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from asa.cost.memory.peak import libraries, needed, usable
 from asa.cost.planned import Price
 from asa.errors import InfeasibleError
 from asa.ir.codec import noun
+from asa.ir.graph import Component
 from asa.ir.units import GIB, MOST_SAMPLES, binary
 from asa.planner import clock
 from asa.planner.pipeline.staged import Skeleton, StagedSpace
@@ -77,15 +79,16 @@ def _least_component_bytes(prices: Prices, index: int, width: int, allowed: Allo
     """The least bytes of a component: of its state, of its state with gradients, and of all that it holds while it
     computes, without activations."""
     space, pricer = prices.space, prices.pricer(width, 1)
-    component = space.profile.graph.components[index]
+    component, optimizer = space.profile.graph.components[index], space.request.optimizer
     least = float("inf"), float("inf"), float("inf")
     for way in space.ways(index, width, 1, allowed):
         share = space.strategies.tensor[way.tensor.strategy].share(component, way.layout.tensor)
         data = space.strategies.data[way.data.strategy].of(way.data)
-        gathered = data.memory(share, way.layout.data, space.request.optimizer).transient
-        footprint = pricer.cost(index, way).footprint
-        held = footprint.state + footprint.gradients
-        least = min(least[0], footprint.state), min(least[1], held), min(least[2], held + gathered)
+        memory, footprint = data.memory(share, way.layout.data, optimizer), pricer.cost(index, way).footprint
+        shared = 0.0 if way.offload else memory.optimizer - data.least(share, way.layout.data, optimizer)
+        state = footprint.state - shared  # what it holds if neighbours run alike
+        held = state + footprint.gradients
+        least = min(least[0], state), min(least[1], held), min(least[2], held + memory.transient)
     return least
 
 
@@ -102,7 +105,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     ranks, peak = prices.busy(smallest.candidate), smallest.price.peak
     name = space.profile.graph.components[peak.index].name
     total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
-    options = _memory_option(_memory_for(space, peak.total, ranks))
+    options = _memory_option(_memory_for(prices, smallest.candidate))
     fewer = _smaller_batch(space)
     if fewer is not None:
         options.append(f"--global-batch {fewer}")
@@ -136,7 +139,7 @@ def _in_words(candidate: Candidate) -> str:
 def remedy(prices: Prices, names: Sequence[str]) -> str:
     """What to try where none of the whole strategies ``names``, the only ones asked for, can run; in words."""
     space = prices.space
-    sizes = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
+    sizes = [_memory_for(prices, c) for n in names for c in _uniform(n, prices)]
     options = _memory_option(min(sizes)) if sizes else []
     if not sizes:
         # Fewer devices may help: stages and splits need as many components, rows or samples as ranks.
@@ -172,9 +175,10 @@ def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
         return
 
 
-def _memory_for(space: Space, active: float, width: int) -> float:
-    """Bytes of device memory that leave ``active`` bytes usable, with room for the rounding of the printed figure."""
-    return needed(space.cluster.device, active, width) * 1.005
+def _memory_for(prices: Prices, candidate: Candidate) -> float:
+    """Bytes of memory with which every device fits ``candidate``, with room for the rounding of the printed figure."""
+    active = max(s.most for s in prices.of(candidate).stages)
+    return needed(prices.space.cluster.device, active, prices.busy(candidate)) * 1.005
 
 
 def _with(space: Space, **changes: object) -> Prices:
@@ -197,10 +201,10 @@ def _first_that(values: Iterable[int], fits: Callable[[int], bool]) -> int | Non
 
 def _smaller_batch(space: Space) -> int | None:
     """The largest of batch/2, batch/4, ... with which something fits; None if none is found in time."""
-    batch = space.request.global_batch // 2
-    if batch and hopeless(_with(space, global_batch=batch), space.pinned):
+    batch, least = space.request.global_batch // 2, space.request.microbatches or 1
+    if batch < least or hopeless(_with(space, global_batch=batch), space.pinned):
         return None  # weights and state, which no smaller batch reduces, are too large
-    halves = (batch >> k for k in range(batch.bit_length()))
+    halves = (batch >> k for k in range(batch.bit_length()) if batch >> k >= least)
     return _first_that(halves, lambda b: _fits(_with(space, global_batch=b)))
 
 
@@ -224,24 +228,37 @@ def _more_devices(space: Space) -> int | None:
 
 def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
     """The error message where samples or pins leave a component, or all together, no way to run."""
-    request, pins = space.request, " ".join(map(str, space.request.pins))
+    request, pins, m = space.request, " ".join(map(str, space.request.pins)), space.microbatches()[0]
     for i, component in enumerate(space.profile.graph.components):
-        if not any(True for w in space.single_widths() for _ in space.ways(i, w, 1, allowed)):
-            runs_unpinned = any(True for w in space.single_widths() for _ in space.ways(i, w, 1))
-            if runs_unpinned:
-                return (
-                    f"no plan: {component.name} cannot run as pinned ({pins}) on up to "
-                    f"{request.gpus} devices at global batch {request.global_batch}: a data degree times a tensor "
-                    "degree divides the ranks of the stage, and every rank needs a sample; change the pin or --gpus"
-                )
+        able = [w for w in space.single_widths() if any(True for _ in space.ways(i, w, m))]
+        if not able:
+            fewer = f" in {m} microbatches; try --microbatches {m // 2} or" if m > 1 else "; try"
             return (
                 f"no plan: {component.name} needs at least 2 samples for BatchNorm, the global batch is "
-                f"{request.global_batch}; try --global-batch {2 * request.global_batch}"
+                f"{request.global_batch}{fewer} --global-batch {2 * m}"
             )
+        if not any(True for w in able for _ in space.ways(i, w, m, allowed)):
+            why = _refusal(space, component) or (
+                f"on up to {request.gpus} devices at global batch {request.global_batch} a data degree times a tensor "
+                "degree divides the ranks of the stage, and every rank needs a sample"
+            )
+            return f"no plan: {component.name} cannot run as pinned ({pins}): {why}; change the pin or --gpus"
     return (
         f"{'no plan' if proved else 'no plan was found in time'}: no stage of up to {request.gpus} ranks suits all "
         f"pins ({pins}) at once, and no stages of fewer ranks each their own; change a pin or --gpus"
     )
+
+
+def _refusal(space: Space, component: Component) -> str:
+    """The reason why a component refuses what a pin names; empty if it does not."""
+    pages: dict[str, Any] = {**space.strategies.data, **space.strategies.tensor}
+    for pin in (p for p in space.request.pins if p.matches(component.name)):
+        degree = pin.degree or (1 if pin.strategy in ("none", "replicate") else 2)
+        if component.tied and pin.axis == "data" and pin.strategy != "replicate":
+            return "it shares a parameter with other components, so it is replicated"
+        if pin.strategy in pages and (reason := pages[pin.strategy].refusal(component, degree)):
+            return str(reason)
+    return ""
 
 
 @noun
@@ -291,9 +308,10 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
     if "1f1b" not in space.schedules:
         return
     staged, kinds = StagedSpace(prices, allowed, every=True), space.cluster.kinds(space.request.gpus)
+    several = space.several(space.request.gpus)
     for stages in range(2, min(space.request.gpus, n) + 1):
         width = space.request.gpus // stages
-        for w in sorted({width, 2 ** (width.bit_length() - 1)}):
+        for w in sorted({next(w for w in several if w <= width), 2 ** (width.bit_length() - 1)}):
             firsts = range(0, stages * w, w)
             if not all(space.placed(a, w) and len(set(kinds[a : a + w])) == 1 for a in firsts):
                 continue  # a stage of several has devices of one kind, inside a node or in whole ones

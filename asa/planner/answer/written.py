@@ -130,7 +130,9 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
     """The notes on ``candidate``, a sentence each."""
     space, request = prices.space, prices.space.request
     norms, notes = any(c.batch_norm for c in space.profile.graph.components), []
-    if candidate.ranks == 1 < request.gpus:
+    if candidate.ranks < request.gpus and "asa" not in (request.strategies or ("asa",)):
+        notes.append(f"{candidate.ranks} of {request.gpus} devices are used, as asked for")
+    elif candidate.ranks == 1 < request.gpus:
         notes.append(f"one device is faster than {request.gpus} here: use one")
     elif candidate.ranks < request.gpus:
         busy = "; stages are priced with all of them busy" if len(candidate.widths) > 1 else ""

@@ -96,18 +96,10 @@ class Climber:
     def _price_stage(
         self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
-        sketch, room, found = self.sketch, self.space.room(first, w, self.gpus), None
-        plain, full = (replace(style, checkpoint=c) for c in (False, True))
-        stored = sketch.uniform(w, m, plain, first)
-        if sketch.possible(w, m, plain)[a:b].all():
-            times, peak = stored.stage(a, b, flight)
-            found = (times, stored) if peak <= room else None
-        if found is None and self.space.strategies.checkpoint and sketch.possible(w, m, full)[a:b].all():
-            needed = [i for i in range(a, b) if not sketch.allowed(i, stored.ways[i])]
-            found = stored.recomputed(sketch.uniform(w, m, full, first), a, b, flight, room, needed)
-        if found is None:
+        priced = self.sketch.stage(a, b, w, style, m, flight, first)
+        if priced is None:
             return None
-        times, uniform = found
+        times, uniform = priced
         self._ways[a, b, w, style, m, flight, first] = list(uniform.ways[a:b])
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 

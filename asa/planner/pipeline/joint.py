@@ -114,35 +114,33 @@ def search(
     started: float | None = None,
     floor: dict[int, float] | None = None,
     near: Mapping[int, Paced] | None = None,
-    likely_tight: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
     """The fastest pipeline plan below ``incumbent_ms``, if any, with a lower bound.
 
     ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
     the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
-    up. ``likely_tight``: memory may bind. ``started``: where the curve begins. ``floor``: a bound for each number of
-    microbatches to search (:mod:`asa.planner.pipeline.floors`); all where None. ``near`` raises some of these bounds.
+    up. ``started``: where the curve begins. ``floor``: a bound for each number of microbatches to search
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``near`` raises some of these bounds.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
     floor = floors(pipelines, incumbent_ms)[0] if floor is None else floor
     if searched(pipelines):
-        cache = StageCache(pipelines, likely_tight=likely_tight, effort=effort)
+        cache = StageCache(pipelines, effort=effort)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
                 for stages in _alike(schedule, min(cache.n, cache.gpus), m):
                     queue.append(OpenList(cache, m, name, schedule, stages, best.offer, floor[m], (near or {}).get(m)))
     closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
-    counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
+    best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(
         skeleton=best.skeleton,
         choices=best.choices,
         value=best.value,
         bound=best.bound,
         curve=tuple(best.curve),
-        counts=counts,
     )
 
 
@@ -153,23 +151,20 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
     for at, value, bound, k in sorted((t, v, low, k) for k, x in enumerate((a, b)) for t, v, low in x.curve):
         now[k] = (value, bound)
         curve.append((at, min(v for v, _ in now), min(low for _, low in now)))
-    return replace(
-        better, bound=min(a.bound, b.bound), curve=tuple(curve),
-        counts={name: a.counts[name] + b.counts[name] for name in a.counts},
-    )  # fmt: skip
+    return replace(better, bound=min(a.bound, b.bound), curve=tuple(curve))
 
 
 def best_first(
     items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float, closed: float = INF
-) -> dict[str, int]:
+) -> None:
     """Advance the item with the lowest bound until that bound reaches the best plan.
 
     From the time ``patience`` on, the share ``1 - gap`` of it suffices. ``best.bound`` becomes the bound on all items.
-    ``closed``: a bound on the plans that no item covers. Returns the numbers of items and of steps.
+    ``closed``: a bound on the plans that no item covers.
     """
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
-    steps, lowest = len(queue), closed
+    lowest = closed
     while queue:
         bound, number, item = queue[0]
         best.note(min(bound, lowest))
@@ -181,7 +176,6 @@ def best_first(
             continue
         heapq.heappop(queue)
         item.step(best.limit * (1 - ROUNDING), ends)
-        steps += 1
         best.note_other(item.value)
         if item.stuck:
             lowest = min(lowest, item.bound)  # this bound is final; other items may still hold better plans
@@ -191,7 +185,6 @@ def best_first(
     if proved >= best.limit * (1 - 2 * ROUNDING):
         proved = best.limit
     best.note(proved)
-    return {"cases": len(items), "steps": steps}
 
 
 def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:

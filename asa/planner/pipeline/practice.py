@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from asa.cost.memory.peak import margin
+from asa.cost.memory.together import repeated_bytes
 from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.ir.layout import lowest_terms
 from asa.ir.plan import DataStrategyName
@@ -212,6 +213,7 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     each = [c.output_bytes_per_sample for c in sketch.graph.components]
     saved = margin() * np.minimum(saved, [local[w.layout] * size for w, size in zip(ways, each, strict=True)])
     state, added, saved = (np.add.reduceat(v, x.starts) for v in (state, added, saved))
+    state = state - [repeated_bytes(pricer, a, ways[a:b]) for a, b in pairwise((*x.starts, n))]
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     flights = np.array([1 if schedule is None else schedule.in_flight(s, x.p, m) for s in range(x.p)])
     memory = np.maximum(state - added + flights * saved, state + (flights - 1) * saved)
@@ -221,13 +223,10 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
 def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, list[Uniform]] | None:
     """Seconds of a step, and the configuration of each stage, with as few components recomputed as fit; None where none
     fits, or where the lower bound is ``below`` seconds or more."""
-    space, m, times, chosen = sketch.space, x.num_microbatches, [], list[Uniform]()
-    uniform, room = sketch.uniform(x.d * x.t, m, style), space.capacity(sketch.gpus)
-    schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
+    m, times, chosen = x.num_microbatches, list[StageTimes](), list[Uniform]()
+    schedule = sketch.space.strategies.schedules["1f1b"] if x.p > 1 else None
     for s, (a, b) in enumerate(zip(x.starts, (*x.starts[1:], sketch.n), strict=True)):
-        flight = 1 if schedule is None else schedule.in_flight(s, x.p, m)
-        times_s, peak = uniform.stage(a, b, flight)
-        stage = (times_s, uniform) if peak <= room else _recomputed(sketch, uniform, style, (a, b), flight, room)
+        stage = sketch.stage(a, b, x.d * x.t, style, m, 1 if schedule is None else schedule.in_flight(s, x.p, m))
         if stage is None:
             return None
         times.append(stage[0])
@@ -245,15 +244,3 @@ def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple
         return None
     clock.count("action", m * x.p)
     return makespan(times, moves, schedule, m), chosen
-
-
-def _recomputed(
-    sketch: Sketch, uniform: Uniform, style: StageStyle, ends: tuple[int, int], flight: int, room: float
-) -> tuple[StageTimes, Uniform] | None:
-    """Times and configuration of a stage with as few components recomputed as fit; None where none fits."""
-    if not sketch.space.strategies.checkpoint:
-        return None
-    full = sketch.uniform(style.data * style.tensor, uniform.pricer.num_microbatches, replace(style, checkpoint=True))
-    if not all(sketch.allowed(i, full.ways[i]) for i in range(*ends)):
-        return None
-    return uniform.recomputed(full, *ends, flight, room)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from asa.cost.menu import Menu, PricedWays
+from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
@@ -124,18 +125,14 @@ class Sketch:
                          for o in firsts]) for w in stages
         }  # fmt: skip
         links = {w: self._links(w, m) for w in stages}
-        longest_s = min(float(s.steady[0, 0, -1]) for s in stages.values())
-        all_s = np.concatenate([s.steady[0][np.isfinite(s.steady[0])] for s in stages.values()])
-        if not len(all_s):
-            return
-        longest = min(longest_s, float(all_s.max()))
-        cuts = range(len(self.cuts) - 1)
-        shortest = max(float(min(s.steady[0, k, k + 1] for s in stages.values())) for k in cuts)
-        shortest = max(shortest, longest / (2 * ranks))
-        if not np.isfinite(shortest) or shortest <= 0:
-            shortest = longest / (2 * ranks)
+        first_s = np.array([s.steady[0] for s in stages.values()])
+        possible_s = first_s[np.isfinite(first_s)]
+        longest = min(float(first_s[:, 0, -1].min()), float(possible_s.max(initial=0.0)))
         if longest <= 0:
-            return  # components take no time: one stage is as fast as any number
+            return  # nothing fits, or components take no time: one stage is as fast as any number
+        cuts = np.arange(len(self.cuts) - 1)
+        shortest = float(first_s[:, cuts, cuts + 1].min(axis=0).max())
+        shortest = max(shortest if np.isfinite(shortest) else 0.0, longest / (2 * ranks))
         outlines: dict[Any, tuple[float, PipelineOutline]] = {}
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, allowed, unit, ranks):
@@ -247,15 +244,16 @@ class Sketch:
         return self._ways[i, w, x]
 
     def _way(self, i: int, w: int, x: StageStyle) -> Way:
-        splits = x.tensor > 1 and self.space.splits(i, x.tensor)
-        component = self.graph.components[i]
-        strategy = x.strategy
-        if component.parameter_bytes == 0 or self.space.strategies.data[strategy].refusal(component, x.data):
+        component, strategy = self.graph.components[i], x.strategy
+        splits = x.tensor > 1 and not component.tied and self.space.splits(i, x.tensor)
+        data = w if component.tied else x.data  # what shares a parameter is whole on all ranks of its stage
+        refused = component.tied or self.space.strategies.data[strategy].refusal(component, data)
+        if component.parameter_bytes == 0 or refused:
             strategy = "replicate"
         forgets = x.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
         return Way(
-            layout=self._layout(w, x.data, x.tensor if splits else 1),
-            data=DataDegree(strategy=strategy, degree=x.data),
+            layout=self._layout(w, data, x.tensor if splits else 1),
+            data=DataDegree(strategy=strategy, degree=data),
             tensor=TensorDegree(strategy="tensor" if splits else "none", degree=x.tensor if splits else 1),
             checkpoint=forgets,
         )
@@ -274,6 +272,22 @@ class Sketch:
                 uniform = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], prices)
                 self._uniforms[w, m, style, first] = uniform
         return self._uniforms[w, m, x, first]
+
+    def stage(
+        self, start: int, stop: int, w: int, x: StageStyle, m: int, in_flight: int, first: int = 0
+    ) -> tuple[StageTimes, Uniform] | None:
+        """Times and configuration of a stage of ``w`` ranks from the rank ``first`` on that runs its components in a
+        style with as few of them recomputed as fit; None where none fits or some cannot run."""
+        plain, full = (replace(x, checkpoint=c) for c in (False, True))
+        stored, room = self.uniform(w, m, plain, first), self.space.room(first, w, self.gpus)
+        if self.possible(w, m, plain)[start:stop].all():
+            times, peak = stored.stage(start, stop, in_flight)
+            if peak <= room:
+                return times, stored
+        if not self.space.strategies.checkpoint or not self.possible(w, m, full)[start:stop].all():
+            return None
+        needed = [i for i in range(start, stop) if not self.allowed(i, stored.ways[i])]
+        return stored.recomputed(self.uniform(w, m, full, first), start, stop, in_flight, room, needed)
 
     def _menu(self, pricer: Pricer, styles: Sequence[StageStyle]) -> Menu:
         """Every component in each of these styles."""

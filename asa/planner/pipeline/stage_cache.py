@@ -24,11 +24,11 @@ MANY = 24
 
 
 class StageCache:
-    """Chains as arrays, tables of bounds and transfers, computed once for all cases. ``likely_tight``: memory is likely
-    to bind, so that bounds without memory are not worth their time."""
+    """Chains as arrays, tables of bounds and transfers, computed once for all cases. Where memory is ``likely_tight``,
+    bounds without it are not worth their time."""
 
-    def __init__(self, pipelines: StagedSpace, *, likely_tight: bool = False, effort: Effort = USUAL.effort) -> None:
-        self.pipelines, self.likely_tight, self.effort = pipelines, likely_tight, effort
+    def __init__(self, pipelines: StagedSpace, *, effort: Effort = USUAL.effort) -> None:
+        self.pipelines, self.likely_tight, self.effort = pipelines, pipelines.likely_tight, effort
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
         self.offsets = {

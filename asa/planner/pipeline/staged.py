@@ -8,7 +8,7 @@ microbatches, in the order of one schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -40,10 +40,6 @@ class Skeleton:
         """First rank of every stage."""
         return (0, *accumulate(self.widths[:-1]))
 
-    def stops(self, components: int) -> tuple[int, ...]:
-        """For every stage the component behind its last one."""
-        return (*self.starts[1:], components)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
@@ -59,7 +55,6 @@ class Pipelined:
     value: float
     bound: float
     curve: tuple[tuple[float, float, float], ...] = ()
-    counts: dict[str, int] = field(default_factory=dict)
 
 
 class StagedSpace:
@@ -74,7 +69,7 @@ class StagedSpace:
         self._prices = prices
         self._allowed, self._every = allowed, every
         self.likely_tight = False
-        """Whether memory is likely to bind; it sets the order in which configurations are priced."""
+        """Whether memory is likely to bind; it sets the order in which configurations are priced and bounded."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
         self._several: dict[tuple[object, ...], list[tuple[float, float]]] = {}

@@ -262,11 +262,11 @@ class Explorer:
             good &= peak <= x.capacity * _CLOSE
         if not good.any():
             return None
-        extra = labels[:, BKT].copy()
-        if self.thin.slowed:
+        longer = labels[:, BKT]
+        if exact and self.thin.slowed:
             both = (labels[:, SUM] + e[at.EONCE] - once) / x.saving
-            extra += np.maximum(0.0, both) * (1 - 1 / x.sp)
-        least = np.stack([forward, backward, labels[:, BKT] if not exact else extra, once])
+            longer = longer + np.maximum(0.0, both) * (1 - 1 / x.sp)
+        least = np.stack([forward, backward, longer, once])
         index = np.flatnonzero(good)
         leaving = x.degree[front.layout]
         criteria = self.thin.along_paths(*least)[index]
@@ -276,7 +276,6 @@ class Explorer:
             entry=front.entry[keep],
             exit=leaving[keep],
             exact=exact,
-            extra=extra[keep],
             origin=keep,
             stop=i + 1,
             history=list(history),

@@ -59,7 +59,6 @@ class Points:
     entry: Any
     exit: Any
     exact: bool
-    extra: Any
     origin: Any
     stop: int
     history: list[tuple[Any, Any]]
@@ -79,8 +78,7 @@ class Points:
             return None
         keep = np.flatnonzero(mask)
         return replace(
-            self, least=self.least[:, keep], entry=self.entry[keep], exit=self.exit[keep], extra=self.extra[keep],
-            origin=self.origin[keep],
+            self, least=self.least[:, keep], entry=self.entry[keep], exit=self.exit[keep], origin=self.origin[keep],
         )  # fmt: skip
 
     def choice(self, index: int) -> Choice:

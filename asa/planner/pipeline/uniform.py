@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from asa.cost.memory.peak import peaks
+from asa.cost.memory.together import repeated_bytes
 from asa.cost.menu import PricedWays
 from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
@@ -106,10 +107,11 @@ class Uniform:
             longer += overlapped * (1 - 1 / sp)
         once = float(x.once[stage].sum()) + sync + wrapper - self.overlap.saving * overlapped - longer
         times = StageTimes(forward=forward, backward=backward, last_backward_extra=longer, after=once)
-        return times, self._peak(start, stop, entries[3:], outlet[3:], in_flight)
+        repeated = repeated_bytes(self.pricer, start, self.ways[start:stop])
+        return times, self._peak(start, stop, entries[3:], outlet[3:], in_flight) - repeated
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
-        """Peak bytes of a rank as by :mod:`asa.cost.memory.together`, except for what neighbours share."""
+        """Peak bytes of a rank as by :mod:`asa.cost.memory.together`, before what neighbours share is subtracted."""
         x, stage = self.priced, slice(start, stop)
         activations, transient = x.activations[stage] + entries[1], x.transient[stage] + entries[2]
         activations[-1] += outlet[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from asa.cost.planned import Price
 from asa.ir.codec import noun
@@ -28,9 +29,9 @@ class StrategyRow:
     in seconds on its plans that were not priced, infinite if all that could be faster were."""
 
     name: str
-    candidate: Candidate | None
-    price: Price | None
-    fits: bool
+    candidate: Candidate | None = None
+    price: Price | None = None
+    fits: bool = False
     why_not: str = ""
     bound_s: float = float("inf")
 
@@ -55,9 +56,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     for name in sorted(single, key=at_least.__getitem__):
         if at_least[name] > 0 and (at_least[name] > fastest or clock.counted() > until):
             why = TOO_SLOW if at_least[name] > fastest else UNPRICED
-            row_of[name] = StrategyRow(
-                name=name, candidate=None, price=None, fits=False, why_not=why, bound_s=at_least[name]
-            )
+            row_of[name] = StrategyRow(name=name, why_not=why, bound_s=at_least[name])
             continue
         row_of[name] = row(name, prices, thorough=name in asked)
         if name in members and row_of[name].fits:
@@ -65,22 +64,17 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     rows = [row_of[n] for n in single]
     if "hybrid" in names:
         best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
-        rows.append(
-            StrategyRow(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
-        )
+        rows.append(replace(best, name="hybrid", bound_s=float("inf")))
     return [*rows, *_served(prices, next((r for r in rows if r.name == "ddp"), None))]
 
 
 def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
     """Parameter servers on the workers of data parallelism, for comparison only: without a candidate."""
-    if ddp is None or ddp.candidate is None:
+    if ddp is None or ddp.candidate is None or not ddp.seconds:
         return []
     workers = ddp.candidate
     prices_of = {n: consistency.disciplined(prices, workers, parse(n)).price for n in consistency.TABLED}
-    return [
-        StrategyRow(name=n, candidate=None, price=p, fits=False, why_not=consistency.why_not(n))
-        for n, p in prices_of.items()
-    ]
+    return [StrategyRow(name=n, price=p, why_not=consistency.why_not(n)) for n, p in prices_of.items()]
 
 
 def row(name: str, prices: Prices, *, thorough: bool = False) -> StrategyRow:
@@ -105,7 +99,7 @@ def row(name: str, prices: Prices, *, thorough: bool = False) -> StrategyRow:
             if best is None and _overfull(prices, candidate):
                 break
     except baselines.Unavailable as reason:
-        return StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
+        return StrategyRow(name=name, why_not=str(reason))
     chosen = first if best is None else best[1]
     assert chosen is not None
     fits = prices.fits(chosen)
@@ -128,5 +122,6 @@ def _practised(prices: Prices) -> StrategyRow:
 def _overfull(prices: Prices, candidate: Candidate) -> bool:
     """Whether parameters and optimizer state exceed memory for any number of microbatches: those of a single stage, or
     of one component of a pipeline, whose cuts may move."""
-    states = [c.footprint.state for c in prices.of(candidate).components]
-    return (sum(states) if len(candidate.widths) == 1 else max(states)) > prices.capacity(candidate)
+    price = prices.of(candidate)
+    state = price.peak.state if len(candidate.widths) == 1 else max(c.footprint.state for c in price.components)
+    return state > prices.capacity(candidate)

@@ -311,11 +311,11 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
 
 
 def _forced(prices: Prices, text: str, plan: Plan, current: Candidate) -> tuple[Candidate | None, str]:
-    space = prices.space
-    pins = _pins_meant(prices, parse_pin(text), current)
+    space, pins = prices.space, _pins_meant(prices, parse_pin(text), current)
     if not pins:
         return current, ""
-    allowed = pinned(space.profile, pins)
+    forced = Space(space.profile, space.cluster, space.strategies, replace(space.request, pins=pins))
+    prices, allowed = Prices(forced.weighted(current.weights), prices), forced.pinned
     fitting = sorted((b for b in plan.baselines if b.fits and b.name != "hybrid"), key=lambda b: b.step_time_s or 0.0)
     uniform = (row(b.name, prices).candidate for b in fitting)
     begin = start(prices, chain((current,), uniform), allowed)

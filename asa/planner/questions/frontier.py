@@ -7,7 +7,7 @@ fits is skipped: the fastest plan under a limit is the fastest under every lower
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -97,23 +97,23 @@ def against_memory(
     Raises:
         InfeasibleError: nothing runs, whatever the memory.
     """
-    have = cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
-    clock = _ShownClock(request, points)
-    unlimited = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
+    limit_s = _limits(request, points)
+    unlimited = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=limit_s(0))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, unlimited))
     plans = [_faster(plan(profile, cluster, strategies, unlimited, known=prices)[0], answer)]
-    least = leanest(prices, prices.space.pinned)
+    tight = Prices(Space(prices.space.profile, cluster, strategies, replace(unlimited, memory_bytes=1)), prices)
+    least = leanest(tight, tight.space.pinned)  # in no memory, so that optimizer state may be on the host
     top = _limit(plans[0], cluster)
     floor = top if least is None else needed(cluster.device, least.price.peak.total, least.candidate.ranks)
     for done, limit in enumerate(_falling(top, min(top, floor), points)[1:], 1):
         if limit >= _limit(plans[-1], cluster):
             continue
-        tighter = replace(unlimited, memory_bytes=limit, time_limit_s=clock.limit(done))
+        tighter = replace(unlimited, memory_bytes=limit, time_limit_s=limit_s(done))
         try:
             plans.append(plan(profile, cluster, strategies, tighter, known=prices)[0])
         except InfeasibleError:
             break
-    return _as_points(plans, cluster, have)
+    return _as_points(plans, cluster, request.memory_bytes)
 
 
 def against_cost(
@@ -128,10 +128,10 @@ def against_cost(
     steps = math.ceil(epoch_samples / request.global_batch)
     points: list[CostPoint] = []
     sizes = counts(request.gpus)
-    clock = _ShownClock(request, len(sizes))
+    limit_s = _limits(request, len(sizes))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, request))
     for done, gpus in enumerate(sizes):
-        narrower = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
+        narrower = replace(request, gpus=gpus, top_k=1, time_limit_s=limit_s(done))
         try:
             best = plan(profile, cluster, strategies, narrower, known=prices)[0]
         except (InfeasibleError, UsageError) as error:  # some disciplines need a certain number of devices
@@ -144,7 +144,8 @@ def against_cost(
         step = best.prediction.step_time_s
         previous_s = points[-1].step_time_s if points else None
         if previous_s is not None and step >= previous_s * (1 - ROUNDING):  # a plan for fewer devices runs on more, too
-            gap = max(points[-1].gap, 1 - best.certificate.lower_bound_s / previous_s)
+            bound_s = best.certificate.lower_bound_s
+            gap = max(points[-1].gap, 1 - bound_s / previous_s if previous_s > 0 else 0.0)
             points[-1] = replace(points[-1], up_to=gpus, gap=gap)
             continue
         points.append(CostPoint(
@@ -162,17 +163,11 @@ def _faster(plan: Plan, answer: Plan | None) -> Plan:
     return answer
 
 
-class _ShownClock:
-    """Divides :data:`BUDGET_S` among the points that are still to come."""
-
-    def __init__(self, request: Request, points: int) -> None:
-        self._most, self._points = request.time_limit_s, points
-        self._ends = clock.now() + BUDGET_S
-
-    def limit(self, done: int) -> float:
-        """Seconds for the next search, after ``done`` points."""
-        share = (self._ends - clock.now()) / max(1, self._points - done)
-        return min(self._most, max(0.25, share))
+def _limits(request: Request, points: int) -> Callable[[int], float]:
+    """Seconds for the next search by the number of points that are done: an equal share of the rest of
+    :data:`BUDGET_S` for each point to come."""
+    ends = clock.now() + BUDGET_S
+    return lambda done: min(request.time_limit_s, max(0.25, (ends - clock.now()) / max(1, points - done)))
 
 
 def counts(gpus: int) -> tuple[int, ...]:
@@ -242,9 +237,9 @@ def _falling(top: int, floor: int, points: int) -> list[int]:
     return [top, *(round(top * ratio**k) for k in range(1, points - 1)), floor]
 
 
-def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
+def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int | None) -> tuple[MemoryPoint, ...]:
     """The points, loosest limit first, without those that are not faster than the next one: their search ran out of
-    time.
+    time. ``have``: bytes of memory that devices were said to have; None: as many as those that a plan uses.
 
     A bound under one limit holds under every lower one, so the gap of a point uses the bounds of all looser points.
     """
@@ -257,7 +252,7 @@ def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[Memo
     return tuple(
         MemoryPoint(
             limit_bytes=_limit(p, cluster),
-            fits=_limit(p, cluster) <= have,
+            fits=_limit(p, cluster) <= (have or min(cluster.ordered(p.devices).memories()[: p.num_processes])),
             memory_bytes_max=max(p.prediction.memory_bytes_per_rank),
             step_time_s=p.prediction.step_time_s,
             gap=max(0.0, 1 - bound / p.prediction.step_time_s) if p.certificate.gap > 0 else 0.0,
@@ -274,9 +269,5 @@ def _undominated(point: CostPoint, others: Sequence[CostPoint]) -> bool:
     if point.epoch_s is None or point.epoch_cost is None:
         return False
     own = (point.epoch_s, point.epoch_cost)
-    for other in others:
-        if other.epoch_s is not None and other.epoch_cost is not None:
-            rival = (other.epoch_s, other.epoch_cost)
-            if rival != own and rival[0] <= own[0] and rival[1] <= own[1]:
-                return False
-    return True
+    rivals = [(x.epoch_s, x.epoch_cost) for x in others if x.epoch_s is not None and x.epoch_cost is not None]
+    return not any(x != own and x[0] <= own[0] and x[1] <= own[1] for x in rivals)

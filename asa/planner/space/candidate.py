@@ -242,13 +242,13 @@ class Prices:
 
     def compute_in(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
         """For each component the seconds of forward and backward of one microbatch in its layout of ``layouts``,
-        without communication, on equal devices of which ``busy`` work at the same time."""
+        without communication, on devices of one speed of which ``busy`` work at the same time."""
         seconds = np.zeros(len(layouts))
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
             samples = pricer.local(layout)
             times = self._times.least if layout.sequence else self._times.both
-            layout_s = times(samples, layout.tensor) * pricer.slowed(samples)
+            layout_s = times(samples, layout.tensor) * pricer.slowed(samples, pricer.shards.slowest)
             seconds = np.where([x is layout or x == layout for x in layouts], layout_s, seconds)
         return seconds
 

@@ -278,11 +278,13 @@ class Space:
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
     def single_widths(self) -> tuple[int, ...]:
-        """Widths of single stages, widest first: all up to 16, :func:`widths`, divisors of the batch, the fewest ranks
-        with up to 4 samples each, the batch times powers of two, and where devices of another kind begin."""
+        """Widths of single stages, widest first: all up to 16, :func:`widths`, a node, divisors of the batch, the
+        fewest ranks with up to 4 samples each, the batch times powers of two, and where devices of another kind
+        begin."""
         gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
         some = {w for w in range(1, gpus) if w <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]}
         some |= {batch << k for k in range(gpus.bit_length())} | {-(-batch // k) for k in (2, 3, 4)}
+        some.add(self.cluster.node)
         return tuple(sorted({*widths(gpus), *(w for w in some if w < gpus)}, reverse=True))
 
     def describe(self) -> str:
@@ -298,6 +300,7 @@ class Space:
         parts = [
             f"one stage of 1 to {min(gpus, _NARROW)} ranks"
             + (f", of a multiple of 8 ranks, of a power of two times the batch, {some}, or of {gpus}" * wide)
+            + (", or of a node" if wide and _NARROW < self.cluster.node < gpus and self.cluster.node % 8 else "")
             + (", or of the first ranks up to another kind" if wide and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else "")
             + (f", priced with all {gpus} devices busy" if piped and gpus > 2 else ""),
@@ -312,6 +315,7 @@ class Space:
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
                 + (" or by any weights, one for ranks of one speed" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
+                + ", also as many as its longest row has" * (gpus > 8)
             )
         if self.request.pins:
             parts.append("pins " + " ".join(str(p) for p in self.request.pins))
@@ -319,12 +323,14 @@ class Space:
 
 
 def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
-    """The restriction that ``pins`` put on the ways of components.
+    """The restriction that ``pins`` put on the ways of components. Where a component has no parameters, a data strategy
+    has nothing to do, and replicas are as good as what a pin names.
 
     Raises:
         UsageError: a pin matches no component, or two pins contradict each other on one component.
     """
-    names = [c.name for c in profile.graph.components]
+    components = profile.graph.components
+    names, bare = [c.name for c in components], {i for i, c in enumerate(components) if not c.parameter_bytes}
     pin_of: dict[tuple[int, str], Pin] = {}
     for pin in pins:
         matched = [i for i, name in enumerate(names) if pin.matches(name)]
@@ -332,14 +338,18 @@ def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
             shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
             raise UsageError(f"pin {pin} matches no component of {profile.model_spec}; it has {shown}")
         for i in matched:
-            other = pin_of.setdefault((i, pin.axis), pin)
-            if (other.strategy, other.degree) != (pin.strategy, pin.degree):
+            other = pin_of.get((i, pin.axis), pin)
+            same = (other.strategy, other.degree) == (pin.strategy, pin.degree)
+            loose, exact = sorted((other, pin), key=lambda p: p.degree or 0)
+            if not same and (loose.degree or not exact.degree or not loose.allows(exact.strategy, exact.degree)):
                 raise UsageError(f"pins {other} and {pin} contradict each other on component {names[i]}")
+            pin_of[i, pin.axis] = exact
 
     def allowed(index: int, way: Way) -> bool:
         for axis, choice in (("data", way.data), ("tensor", way.tensor)):
             pin = pin_of.get((index, axis))
-            if pin is not None and not pin.allows(choice.strategy, choice.degree):
+            same = pin is not None and axis == "data" and index in bare
+            if pin is not None and not pin.allows(pin.strategy if same else choice.strategy, choice.degree):
                 return False
         return True
 

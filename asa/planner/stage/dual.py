@@ -23,7 +23,7 @@ from asa.cost.memory.peak import peaks
 from asa.cost.step import hidden_from
 from asa.planner.budget import ROUNDING
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import JOINT, Choice, Joints, Problem, column
+from asa.planner.stage.problem import JOINT, Choice, Problem, column, tabulated
 
 INF = float("inf")
 _SIDES = 64
@@ -68,23 +68,17 @@ class Arrays:
                 self.rows[i] = row
         self.begins = [begins(x) for x in self.layout]
         self.layouts_of = [x[b] for x, b in zip(self.layout, self.begins, strict=True)]
-        self.edges = np.full((max(0, n - 1), 4, count, count), INF)
-        joints: dict[int, Any] = {}
-        for i, edges in enumerate(problem.edges):
-            if id(edges) not in joints:
-                array = np.full((4, count, count), 0.0)
-                array[COST] = INF
-                if isinstance(edges, Joints):
-                    at = np.array([number.get(k, -1) for k in range(len(problem.layouts))], dtype=np.int64)
-                    source, target = at[edges.source], at[edges.target]
-                    used_here = (source >= 0) & (target >= 0)
-                    array[:, source[used_here], target[used_here]] = edges.figures[_JOINED][:, used_here]
-                else:
-                    for (a, b), e in edges.items():
-                        if a in number and b in number:
-                            array[:, number[a], number[b]] = (e.cost, e.state, e.activations, e.transient)
-                joints[id(edges)] = array
-            self.edges[i] = joints[id(edges)]
+        self.edges = np.zeros((max(0, n - 1), 4, count, count))
+        self.edges[:, COST] = INF
+        own = np.array([number.get(k, -1) for k in range(len(problem.layouts))], dtype=np.int64)
+        known: dict[int, Any] = {}
+        for array, edges in zip(self.edges, problem.edges, strict=True):
+            if edges and id(edges) not in known:
+                (sources, targets), figures = tabulated(edges)
+                source, target = own[sources], own[targets]
+                used_here = (source >= 0) & (target >= 0)
+                array[:, source[used_here], target[used_here]] = figures[_JOINED][:, used_here]
+            array[:] = known.setdefault(id(edges), array)
         self._pad()
         dearest = sum(float(r[:, WORK].max()) for r in self.rows)
         finite = np.where(np.isfinite(self.edges[:, COST]), self.edges[:, COST], 0.0)
@@ -127,15 +121,16 @@ class Arrays:
         state, activations, transient = rows[:, [STATE, ACT, TRANS]].T + between[:n, [ESTATE, EACT, ETRANS]].T
         peak_gib = peaks(state, activations, rows[:, GRAD], transient)
         value = total - self.saving * float(hidden.min())
-        return EvaluatedChoice(rows, layout, between, hidden=hidden, peaks=peak_gib, total=total, value=value)
+        return EvaluatedChoice(picked, rows, layout, between, hidden=hidden, peaks=peak_gib, total=total, value=value)
 
 
 @dataclass(frozen=True)
 class EvaluatedChoice:
-    """One choice: its rows, layouts and boundaries by component (the last boundary, after the end, is zero). ``hidden``
-    are the ms that would be hidden if the communication stream stayed busy from each component on; ``peaks`` GiB at the
-    peak of each; ``total`` ms of all work, and ``value`` those of the step."""
+    """One choice: the rows ``picked``, their figures, layouts and boundaries by component (the last boundary, after the
+    end, is zero). ``hidden`` are the ms that would be hidden if the communication stream stayed busy from each
+    component on; ``peaks`` GiB at the peak of each; ``total`` ms of all work, and ``value`` those of the step."""
 
+    picked: list[int]
     rows: Any
     layout: list[int]
     between: Any

@@ -33,7 +33,8 @@ _PIVOTS = 4
 
 @dataclass(frozen=True)
 class Floor:
-    """Bounds on a single stage: ms of a step, ms of work that is paid once per step, and GiB that any choice holds.
+    """Bounds on a single stage: ms of a step, ms that are paid once per step besides compute on gradients in the last
+    backward, and GiB that any choice holds.
     ``may_bind``: some choices hold more than there is. ``ways``: number of ways of all components priced for it."""
 
     whole: float
@@ -59,7 +60,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
         x = menu.priced(pricer, which)
     late, sides = _sides(x, num_microbatches, overlap)
     step_ms = float(np.minimum.reduceat(sides, begin, axis=1).sum(axis=1).max())
-    once = float(np.minimum.reduceat(late, begin).sum()) * MS
+    once = float(np.minimum.reduceat(late - x.bucket, begin).sum()) * MS
     if not may_bind:
         return Floor(step_ms, once, 0.0, False, len(which))
     memory, pivots = _least_memory(x, begin)

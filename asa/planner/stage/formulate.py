@@ -50,7 +50,7 @@ class Formulation:
 
 
 _NEVER_GIB = 1e6
-"""GiB of state that no device has, but small enough that sums with it keep nine digits of the other terms."""
+"""GiB of state that no usual device has, but small enough that sums with it keep nine digits of the other terms."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def formulate(
     kept = options.undominated(overlap, piped=busy is not None, all_fit=all_fit, wrapped=wrapped)
     rows = options.rows(kept, numbers)
     for i in kept_out:
-        rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
+        rows[i].values[:, COLUMNS.index("state")] += max(_NEVER_GIB, 2 * capacity)
     chain = Chain(
         width=width,
         num_microbatches=num_microbatches,

@@ -9,19 +9,17 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from asa.planner.space.space import divisors
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import COLUMNS, JOINT, Chain, Joints, Sides, all_ahead, column
+from asa.planner.stage.problem import COLUMNS, JOINT, Chain, all_ahead, column, tabulated
 
 INF = float("inf")
 
 EDGE = JOINT[1:]
-_EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS, ADDED = range(12)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
 
@@ -50,28 +48,14 @@ class Numbers:
         """All rows in order of component and layout, the component of each, and the index at which each layout begins.
         """
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
-        arrays_of: dict[int, Any] = {}
-        for i, edges in enumerate(chain.edges):
-            if id(edges) not in arrays_of:
-                array = np.full((len(EDGE), count, count), INF)
-                if isinstance(edges, Joints):
-                    array[:, edges.source, edges.target] = edges.figures[1:]
-                elif edges:
-                    at = np.array(list(edges))
-                    array[:, at[:, 0], at[:, 1]] = np.array([_EDGE(e) for e in edges.values()]).T
-                arrays_of[id(edges)] = array
-            self.edges[i] = arrays_of[id(edges)]
-        self.inlets = np.full((self.n, len(EDGE), count), INF)
-        self.outlets = np.full((self.n, len(EDGE), count), INF)
-        for sides, ends in ((self.inlets, chain.inlets), (self.outlets, chain.outlets)):
-            figures_of: dict[int, Any] = {}
-            for i, edges_of in enumerate(ends):
-                if isinstance(edges_of, Sides):
-                    sides[i][:, edges_of.layouts] = edges_of.figures[1:]
-                elif edges_of:
-                    if id(edges_of) not in figures_of:
-                        figures_of[id(edges_of)] = np.array([_EDGE(e) for e in edges_of.values()]).T
-                    sides[i][:, list(edges_of)] = figures_of[id(edges_of)]
+        self.inlets, self.outlets = (np.full((self.n, len(EDGE), count), INF) for _ in range(2))
+        for arrays, costs in ((self.edges, chain.edges), (self.inlets, chain.inlets), (self.outlets, chain.outlets)):
+            known: dict[int, Any] = {}
+            for array, some in zip(arrays, costs, strict=True):
+                if some and id(some) not in known:
+                    layouts_of, figures = tabulated(some)
+                    array[(slice(None), *layouts_of)] = figures[1:]
+                array[:] = known.setdefault(id(some), array)
         self.release = chain.release
 
     def flying(self, in_flight: int) -> Numbers:

@@ -135,8 +135,8 @@ class StageLookup:
         microbatches, only once-per-step work is added to compute; it is the same as with one microbatch
         where the stage has the same layouts.
 
-        Synchronisation is hidden at most behind the backward of one microbatch, which the bound counts with its
-        compute.
+        Synchronisation is hidden at most behind the backward of one microbatch and compute on gradients: neither counts
+        twice.
         """
         m, layouts = num_microbatches, self._prices.space.layouts
         if m == 1:

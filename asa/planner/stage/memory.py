@@ -8,17 +8,16 @@ either than another with the same layout is dropped, and the least ``u`` at the 
 
 from __future__ import annotations
 
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from asa.cost.memory.peak import peaks
-from asa.planner.stage.problem import JOINT, Joints, Problem, Solution, column
+from asa.planner.stage.problem import JOINT, Problem, Solution, column, tabulated
 
 _INF = float("inf")
-_EDGE = ("state", "activations", "transient")
-_ENDS, _HELD = attrgetter(*_EDGE), [JOINT.index(x) for x in _EDGE]
+_HELD = [JOINT.index(x) for x in ("state", "activations", "transient")]
 
 # u, w, configuration, label behind it.
 _Label = tuple[float, float, int, Any]
@@ -82,8 +81,7 @@ def memory_ceiling(problem: Problem) -> float:
     """GiB above which no choice peaks, with every component and edge at its largest in each respect, all at once."""
     held = ("state", "activations", "gradients")
     total = sum(float(column(row, name).max()) for row in problem.configs for name in held)
-    joints = [e.figures[_HELD] if isinstance(e, Joints) else np.array([_ENDS(x) for x in e.values()]).T
-              for e in problem.edges if e]  # fmt: skip
+    joints = [tabulated(e)[1][_HELD] for e in problem.edges if e]
     total += sum(float(state.max() + activations.max()) for state, activations, _ in joints)
     moving = max((float(transient.max()) for _, _, transient in joints), default=0.0)
     return total + max(float(column(row, "transient").max()) for row in problem.configs) + moving

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, overload
 
 import numpy as np
@@ -235,6 +236,7 @@ COLUMNS = ("forward", "backward", "bucket", "once", "prompt", "late", "window", 
 
 JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transient")
 """Columns of :attr:`Joints.figures` and :attr:`Sides.figures`, named as in :class:`asa.planner.stage.problem.Edge`."""
+_JOINT = attrgetter(*JOINT)
 
 
 class Row(Sequence[Config]):
@@ -321,3 +323,14 @@ class Joints(Mapping[tuple[int, int], Edge]):
 
     def __getitem__(self, pair: tuple[int, int]) -> Edge:
         return Edge(**dict(zip(JOINT, self.figures[:, self.places[pair]].tolist(), strict=True)))
+
+
+def tabulated(costs: Mapping[Any, Edge]) -> tuple[tuple[Any, ...], Any]:
+    """Layouts of boundaries (sources, targets) or of ends (one array), and their figures: column (:data:`JOINT`) x
+    entry. There must be one at least."""
+    if isinstance(costs, Joints):
+        return (costs.source, costs.target), costs.figures
+    if isinstance(costs, Sides):
+        return (list(costs.layouts),), costs.figures
+    keys = np.array(list(costs), dtype=np.int64).reshape(len(costs), -1)
+    return tuple(keys.T), np.array([_JOINT(e) for e in costs.values()]).T

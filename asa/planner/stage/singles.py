@@ -19,7 +19,7 @@ from asa.planner.budget import ROUNDING
 from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
 from asa.planner.stage import dual, exhaustive, ilp
-from asa.planner.stage.descent import Descent
+from asa.planner.stage.labels import alternatives
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
 from asa.planner.stage.problem import Choice, Solution
 from asa.planner.stage.runs import RunCharge, Runs
@@ -281,9 +281,9 @@ class Single:
         """Take the fastest plan that fits among those that run one component of a refused choice of ``stage`` in
         another way."""
         x, changes = dual.Arrays(stage.problem), list[tuple[float, int, int]]()
-        around = Descent(x, x.picked(refused))
+        chosen = x.evaluate(x.picked(refused))
         for i in range(x.n if x.n <= _LONGEST else 0):
-            ms, fits = around.alternatives(i)
+            ms, fits = alternatives(x, chosen, i)
             changes += [(ms[row], i, int(x.index[i][row])) for row in np.flatnonzero(fits).tolist()]
         for ms, i, c in sorted(changes)[:_NEAR]:
             choice = (*refused[:i], c, *refused[i + 1 :])
