@@ -585,7 +585,7 @@ def test_an_emulated_comparison_does_not_look_measured(tmp_path, monkeypatch):
 
 
 def test_names_that_are_long_or_look_like_formulas_are_drawn_as_they_are(tmp_path):
-    name = "csv:" + "a_folder/" * 20 + r"$x$ $\frac{$.csv"
+    name = "csv:a_data_set_of_exactly_46_characters_in_all, b " + "a_folder/" * 20 + r"$x$ $\frac{$.csv"
     rows = tuple((panel, "strategy " * 9, 0.25, 0.2, 0.3, 0.21, 5.0) for panel in (name, f"other, {name}"))
     chart = charts.Chart(name="time", title="t", caption="c", columns=("a",) * 7, rows=rows, draw=drawing.training_time)
     _, svg = page.draw(chart, tmp_path)
@@ -595,6 +595,7 @@ def test_names_that_are_long_or_look_like_formulas_are_drawn_as_they_are(tmp_pat
         texts = [axes.get_title(loc="left"), *(t.get_text() for t in axes.get_yticklabels())]
         assert max(len(line) for text in texts for line in text.split("\n")) <= 46
         assert texts[0].replace("\n", "").endswith(name)
+        assert not any(line.startswith(" ") for text in texts for line in text.split("\n"))
 
 
 def test_many_strategies_beside_one_another_can_be_read():
@@ -618,3 +619,13 @@ def test_results_csv_has_how_devices_were_used():
     assert [row[n] for n in ("utilisation", "mfu", "state_memory_bytes", "energy_j_per_step", "data_wait_s")] == [
         0.9, 0.4, 7, 12.0, 0.1,
     ]  # fmt: skip
+
+
+def test_numbers_of_many_digits_have_room_beside_one_another():
+    times = [(m, "ddp", 17.2e-4, 15e-4, 19e-4, 16e-4, 1.0) for m in ("a", "b", "c")]
+    parts = [(m, "ddp", 4e-4, 13e-4, 0.76, 12e-4, 15e-4) for m in ("a", "b", "c")]
+    for figure in (drawing.training_time(times), drawing.compute_communication(parts)):
+        figure.draw_without_rendering()
+        boxes = [t.get_window_extent() for t in figure.axes[1].get_xticklabels() if t.get_text()]
+        assert len(boxes) > 2
+        assert all(b.x0 - a.x1 > boxes[0].height for a, b in itertools.pairwise(boxes))

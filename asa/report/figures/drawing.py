@@ -107,7 +107,6 @@ def memory(rows: Sequence[Row]) -> Figure:
             _predicted(axes, predicted, y, missing=measured is None)
         _strategies(axes, panel_rows)
         axes.set_xlabel(f"{name} on the fullest device")
-        axes.xaxis.set_major_locator(MaxNLocator(5))
     return figure
 
 
@@ -317,7 +316,8 @@ def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
 
 def _wrapped(text: str, width: int) -> str:
     """``text`` in lines of at most ``width`` characters, with nothing left out."""
-    return "\n".join(textwrap.wrap(text, width, drop_whitespace=False, break_on_hyphens=False))
+    lines = textwrap.wrap(text, width, drop_whitespace=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\n ", " \n")  # a space ends a line, and begins none
 
 
 def _style(axes: Any) -> None:
@@ -377,6 +377,7 @@ def _strategies(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))  # numbers of many digits have room
 
 
 def _predicted(axes: Any, value: float | None, y: int, *, missing: bool) -> None:
