@@ -97,7 +97,7 @@ class UserExecutor(PlannedExecutor):
         self._saved: tuple[int, Path] | None = None
         self._saving = SaveClock(settings.save_every_s)
         self._running: Iterator[Share] | None = None
-        waits.on = settings.observe
+        waits.start(on=settings.observe)
         self._checkpointer = Checkpointer(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},

@@ -24,6 +24,7 @@ from asa.scheduler import Model, Policy
 from asa.scheduler.decide import Change, Decider
 from asa.scheduler.findings import Finding
 from asa.scheduler.relative import Compared, shares
+from asa.sharding.collectives.waits import waits
 
 _LOOK_EVERY = 50
 """Largest number of steps between two observations; with long steps there is one about every second."""
@@ -71,6 +72,8 @@ class StepWatch:
         self._decider = None if model is None else Decider(model, context.ranks, Policy())
         of_ranks = shares(plan) if model is None else None
         self._compared = None if of_ranks is None else Compared(len(of_ranks), of_ranks)
+        if self._number == 1:
+            waits.start(on=True)
         self._clock = _LoopClock(context.device)
         self._loss_counter = LossCounter(context.device)
         self._timer = self._timer_of(context.votes, plan)

@@ -98,7 +98,7 @@ class TrainingExecutor(PlannedExecutor):
         )  # fmt: skip
         self._warm = 0
         self._meter: Meter | None = None
-        waits.on = settings.observe
+        waits.start(on=settings.observe)
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
         began = time.perf_counter()
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))

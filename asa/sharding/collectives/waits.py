@@ -70,6 +70,12 @@ class Waits:
         default_factory=weakref.WeakKeyDictionary
     )
 
+    def start(self, *, on: bool) -> None:
+        """Record from now on if ``on``, without what other work of this process has left, such as a rehearsal."""
+        self.on = on
+        self._blocked = self._late = self._unsplit = 0.0
+        self._samples, self._counts, self._events = {}, {}, []
+
     def begin(self, *, cuda: bool = False) -> Mark | None:
         """Mark the start of an interval in which this rank may be blocked, for :meth:`end` or :meth:`met`."""
         if not self.on:
