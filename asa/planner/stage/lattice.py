@@ -5,7 +5,7 @@ A *key* is the width and data degree of a stage at one of its ends. A neighbouri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +15,23 @@ import numpy as np
 
 from asa.planner.space.space import divisors
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import COLUMNS, JOINT, Chain, all_ahead, column, tabulated
+from asa.planner.stage.problem import COLUMNS, JOINT, Chain, Edge, all_ahead, column, tabulated
 
 INF = float("inf")
 
 EDGE = JOINT[1:]
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS, ADDED = range(12)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
+
+
+def _fill(arrays: Any, costs: Sequence[Mapping[Any, Edge]]) -> None:
+    """Write figures of boundaries or ends into ``arrays``, one for each of ``costs``; equal ones are read once."""
+    known: dict[int, Any] = {}
+    for array, some in zip(arrays, costs, strict=True):
+        if some and id(some) not in known:
+            layouts, figures = tabulated(some)
+            array[(slice(None), *layouts)] = figures[1:]
+        array[:] = known.setdefault(id(some), array)
 
 
 class Numbers:
@@ -49,13 +59,9 @@ class Numbers:
         """
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         self.inlets, self.outlets = (np.full((self.n, len(EDGE), count), INF) for _ in range(2))
-        for arrays, costs in ((self.edges, chain.edges), (self.inlets, chain.inlets), (self.outlets, chain.outlets)):
-            known: dict[int, Any] = {}
-            for array, some in zip(arrays, costs, strict=True):
-                if some and id(some) not in known:
-                    layouts_of, figures = tabulated(some)
-                    array[(slice(None), *layouts_of)] = figures[1:]
-                array[:] = known.setdefault(id(some), array)
+        _fill(self.edges, chain.edges)
+        _fill(self.inlets, chain.inlets)
+        _fill(self.outlets, chain.outlets)
         self.release = chain.release
 
     def flying(self, in_flight: int) -> Numbers:
