@@ -3,17 +3,24 @@
 # torch, in an empty folder: every Python that is found, with the newest and with the lowest dependencies that are allowed.
 #
 #   bash benchmarks/install.sh [PYTHON...]     default: 3.11 3.12 3.13; one that is missing is named and passed over
+#
+# Exit codes: 1 a step failed; 5 none of the Pythons is here; 69 the package index cannot be reached.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 BIN=${BIN:-.venv/bin}
+UNREACHED='failed to fetch|error sending request|dns error|request failed'
 uv() { "$BIN/python" -m uv "$@"; }
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
 # A copy, so that nothing that lies about here gets into the wheel, and a wheel from the sdist, as an index has both.
 git ls-files -z | xargs -0 tar -c --null -f - 2>/dev/null | (mkdir "$place/source" && tar -x -C "$place/source")
-uv build --quiet --out-dir "$place/dist" "$place/source"
+if ! uv build --quiet --out-dir "$place/dist" "$place/source" 2>"$place/err"; then
+  echo "FAILED: building the wheel: $(tail -n 3 "$place/err")" >&2
+  ! grep -qiE "$UNREACHED" "$place/err" || exit 69
+  exit 1
+fi
 wheel=$(echo "$place"/dist/*.whl)
 echo "built $(basename "$wheel"), $(($(stat -c %s "$wheel") / 1024)) kB"
 
@@ -86,6 +93,7 @@ for version in "${versions[@]}"; do
         --requirements "$place/source/pyproject.toml" 2>"$place/err" ||
       ! uv pip install --quiet --python "$home/bin/python" --no-deps "$wheel" 2>>"$place/err"; then
       echo "FAILED: Python $version, $which: $(tail -n 3 "$place/err")" >&2
+      ! grep -qiE "$UNREACHED" "$place/err" || exit 69
       exit 1
     fi
     try "$home"
