@@ -49,9 +49,9 @@ from typing import Any
 from emulated import links as measured_links
 from namespaces import NotPermitted, leave_network, name_of, rooms, shape, unshape
 
-from asa.cli.background import solve_again
 from asa.cli.choose import origins
 from asa.cli.console import Console
+from asa.cli.replanning import solve_again
 from asa.errors import AsaError
 from asa.interfaces.executor import Placement
 from asa.ir import codec

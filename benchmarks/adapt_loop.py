@@ -32,7 +32,7 @@ import malleus
 import practice
 from simulated_world import Noise, World
 
-from asa.cli.background import solve_again
+from asa.cli.replanning import solve_again
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.cost.machine.what_if import slower_profile

@@ -16,14 +16,14 @@ import pytest
 from tables import some
 from test_adapt_laws import BEGINS, PROFILE, WINDOW, _back, _first, _kinds, _lines, _model, _silent, _slowness, _world
 
-from asa.cli import background
-from asa.cli.background import BackgroundSearch, solve_again
+from asa.cli.replanning import solve_again
 from asa.errors import InfeasibleError, UnavailableError
 from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
-from asa.scheduler import Loop, Model, Policy, adapt
-from asa.scheduler.model import Answer, Question, same
+from asa.scheduler import Loop, Model, Policy, adapt, background
+from asa.scheduler.background import BackgroundSearch
+from asa.scheduler.model import Answer, Question, Solve, same
 from asa.strategies import offered
 from benchmarks.simulated_world import World
 
@@ -157,13 +157,17 @@ def test_a_run_that_ends_ends_its_search() -> None:
     assert [s.stopped for s in searches] == [True]
 
 
+def _searching(cluster: Cluster, solve: Solve = solve_again) -> Model:
+    return Model(profile=PROFILE, cluster=cluster, strategies=offered(), solve=solve)
+
+
 def _asked(cluster: Cluster) -> tuple[BackgroundSearch, Question]:
     now, truth = Placement(plan=_first(2), processes=(0, 1)), _slowness(2, rank=1, by=4.0)
     question = Question(
         current=now, known=(), measured=_silent(_world(2, truth)), slowness=truth, deviations=((0.01, 0.02), (0.05,)),
         draws=5, seed=3,
     )  # fmt: skip
-    return BackgroundSearch(PROFILE, cluster, question), question
+    return BackgroundSearch(_searching(cluster), question), question
 
 
 def _answer(search: BackgroundSearch) -> Answer:
@@ -174,12 +178,11 @@ def _answer(search: BackgroundSearch) -> Answer:
 
 def test_another_process_finds_what_this_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither is out of time, as a busy machine may have it."""
-    usual, patient = background._program, "import asa.cli.background\nasa.cli.background.SOLVE_S = 60.0\nmain()"
+    usual, patient = background._program, f"import {background.__name__} as b\nb.SOLVE_S = 60.0\nmain()"
     monkeypatch.setattr(background, "SOLVE_S", 60.0)
     monkeypatch.setattr(background, "_program", lambda cores: usual(cores).removesuffix("main()") + patient)
     search, question = _asked(nouns.cluster(2))
-    model = Model(profile=PROFILE, cluster=nouns.cluster(2), strategies=offered(), solve=solve_again)
-    here, there = model.answer(question), _answer(search)
+    here, there = _searching(nouns.cluster(2)).answer(question), _answer(search)
     for answer in (here, there):  # the current plan and those found, each once
         assert [sum(same(p, q) for q in answer.placements) for p in (question.current, *answer.found)] == [1] * 3
     assert all(same(a, b) for a, b in zip(here.placements, there.placements, strict=True))
@@ -189,7 +192,8 @@ def test_another_process_finds_what_this_one_would(monkeypatch: pytest.MonkeyPat
 
 def test_the_process_that_searches_needs_no_torch() -> None:
     code = (
-        "import sys\nimport asa.cli.background, asa.cli.replanning, asa.scheduler.memory, asa.scheduler.model\n"
+        "import sys\nimport asa.cli.replanning, asa.api.plans.requests\n"
+        "import asa.scheduler.background, asa.scheduler.memory\n"
         "from asa.strategies import offered\noffered()\nassert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import nouns
 import pytest
+from test_adapt_laws import _silent, _slowness, _world
 
-from asa.api.plans.planned import PlanOptions, on_all_ranks, on_ranks_that_pay
+from asa.api.plans.planned import Origins, cost_model, on_all_ranks
+from asa.api.plans.requests import PlanOptions, on_ranks_that_pay
 from asa.errors import InfeasibleError
+from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster, RankDevice
+from asa.scheduler.model import Question
 
 PROFILE = nouns.profile()
+
+
+def test_ranks_of_a_job_do_not_wait_for_a_search() -> None:
+    """It is made in another process, which finds what this one would."""
+    cluster, wishes = nouns.cluster(2), PlanOptions(global_batch=8, optimizer="sgd", pipelines=True)
+    model = cost_model(Origins(profile=PROFILE, cluster=cluster), wishes)
+    truth = _slowness(2, rank=1, by=8.0)
+    now = Placement(plan=on_all_ranks(PROFILE, cluster, 2, wishes), processes=(0, 1))
+    question = Question(
+        current=now, known=(), measured=_silent(_world(2, truth)), deviations=((0.01, 0.01), (0.05,)), draws=4,
+        slowness=truth, seed=1,
+    )  # fmt: skip
+    assert model.background is not None
+    search = model.background(question)
+    here = model.answer(question)
+    while (there := search.result()) is None:
+        time.sleep(0.02)
+    assert [p.plan.num_ranks for p in there.found] == [p.plan.num_ranks for p in here.found]
+    assert 1 in [p.plan.num_ranks for p in there.found]
+    assert len(there.draws) == 4
 
 
 def _slow(ranks: int, by: float) -> Cluster:

@@ -12,7 +12,7 @@ import torch
 from refusals import refused, user_folder
 
 import asa
-from asa.api.plans import planned, planning
+from asa.api.plans import planned, planning, requests
 from asa.cli import bench_setup, choose, comparison, entry, estimates
 from asa.cli.commands import study_grid, study_runners, train
 from asa.cli.commands.bench import VERBS
@@ -97,7 +97,7 @@ def test_ranks_of_a_users_own_program_measure_no_links_for_nothing(words, wishes
     place = SimpleNamespace(ranks=4, rank=0, device=torch.device("cpu"))
     place.votes = SimpleNamespace(once=once, tell=lambda value: value, everyone=lambda value: value)
     monkeypatch.setattr(planned, "_measured_cluster", lambda _: None)
-    wanted = planned.PlanOptions(global_batch=8, optimizer="sgd", pipelines=False, **wishes)
+    wanted = requests.PlanOptions(global_batch=8, optimizer="sgd", pipelines=False, **wishes)
     with pytest.raises(AsaError, match=words):
         planned.agreed_plan(place, torch.nn.Linear(4, 2), torch.zeros(2, 4), wanted)
 

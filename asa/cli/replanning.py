@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from asa.cli.console import Console
 from asa.errors import AsaError, InfeasibleError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.measurements import EpochRecord
+from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.shortage import Shortage
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from asa.interfaces.executor import Executor
     from asa.scheduler import Model
     from asa.scheduler.costs import Slowness
+    from asa.scheduler.model import Asked, Question
 
     Announce = Callable[[dict[str, Any]], None]
     Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
@@ -50,15 +52,33 @@ def adapting(plan: Plan, console: Console, *, replan: bool, correct: bool, out: 
         if replan:
             console.say(f"asa: no re-planning: {error}")
         return partial(adapt, policy=Policy(keep_plan=True)), None
-    from asa.cli.background import BackgroundSearch, solve_again
-
-    model = Model(
-        profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
-        background=partial(BackgroundSearch, profile, cluster),
-    )  # fmt: skip
+    model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
+    model = replace(model, background=partial(_search, model))
     policy = Policy(keep_plan=not replan)
     loop = partial(adapt, model=model, policy=policy, keep=partial(keep_corrected, model, out))
     return loop, partial(relieve, profile, cluster) if replan else None
+
+
+def _search(model: Model, question: Question) -> Asked:
+    from asa.launch import faults
+    from asa.scheduler.background import BackgroundSearch
+
+    faults.reached("replan.solve")
+    return BackgroundSearch(model, question)
+
+
+def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
+    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with the memory use observed under
+    ``plan``.
+
+    Raises:
+        InfeasibleError: none fits; names the limiting quantity.
+    """
+    from asa.scheduler.background import SOLVE_S
+    from asa.scheduler.memory import observed, plan_again
+
+    correction = observed(plan, measured, profile, cluster, offered())
+    return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 
 
 def regroup(console: Console, plan: Plan, ranks: int) -> Plan:

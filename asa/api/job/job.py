@@ -33,8 +33,9 @@ from asa.api.model.notes import check_exact, differences, drawing, trained_norms
 from asa.api.model.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import whole_plan
-from asa.api.plans.planned import PlanOptions, agreed_plan, checked_plan, cost_model
+from asa.api.plans.planned import agreed_plan, checked_plan, cost_model
 from asa.api.plans.planning import device_of, shaped, spec_of
+from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames

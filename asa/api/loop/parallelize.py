@@ -24,8 +24,9 @@ from asa.api.model.notes import differences, trained_norms
 from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import DATA, rebuild, spare_of, whole_plan
-from asa.api.plans.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
+from asa.api.plans.planned import Origins, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.plans.planning import device_of, one_tensor, shaped, spec_of
+from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import RankContext, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.steps.in_step import InStep, in_step

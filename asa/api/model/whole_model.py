@@ -19,8 +19,9 @@ from asa.api.messages import say
 from asa.api.model.attributes import part_of
 from asa.api.model.optimizer_states import load_states, over_local_tensors
 from asa.api.model.optimizers import Rebinding
-from asa.api.plans.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one, request_of
+from asa.api.plans.planned import Origins, StoredPlan, named_or_measured, plan_of_one
 from asa.api.plans.planning import measured, spec_of
+from asa.api.plans.requests import PlanOptions, request_of
 from asa.api.rank_context import RankContext
 from asa.api.tensors.names import StateNames
 from asa.api.tensors.views import TensorViews

@@ -27,49 +27,28 @@ from asa.api.plans.planning import (
     nearest_cluster,
     spec_of,
 )
+from asa.api.plans.requests import PlanOptions, plan_again, request_of, runnable
 from asa.api.rank_context import RankContext
-from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError, place_of
-from asa.interfaces.strategy import Strategies
+from asa.errors import AsaError, InvalidInputError, UsageError, place_of
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, alone
-from asa.ir.consistency import is_discipline, parse
-from asa.ir.measurements import Measurements
-from asa.ir.plan import ONE_COPY, UNSPLIT, Assignment, Certificate, OptimizerName, Plan, Prediction, Stage
-from asa.ir.profile import Precision, Profile
+from asa.ir.plan import ONE_COPY, UNSPLIT, Assignment, Certificate, Plan, Prediction, Stage
+from asa.ir.profile import Profile
+from asa.launch import faults
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 from asa.planner.space.baselines import names as strategy_names
 from asa.scheduler import Model
+from asa.scheduler.background import BackgroundSearch
+from asa.scheduler.model import Asked, Question
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 from asa.tracing.tracer import reason_of
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
 """Largest fraction of the time limit, and largest number of seconds, for measuring unknown links between the ranks."""
-SOLVE_S = 1.0
-"""Seconds of a search for another plan during a run, while all ranks wait."""
 _LEAST_S = 1.0
 """Smallest number of seconds for measuring the model, however long measuring the links took."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Requirements on a plan."""
-
-    global_batch: int
-    optimizer: OptimizerName
-    pipelines: bool
-    strategies: tuple[str, ...] | None = None
-    pins: tuple[str, ...] = ()
-    memory_bytes: int | None = None
-    cluster: Cluster | Path | str | None = None
-    precision: Precision = "fp32"
-    time_limit_s: float = 75.0
-    cache: Path | None = None
-    no_shards_because: str = ""
-    """Why every parameter must stay whole; empty if ranks may hold shards."""
-    at_once: bool = False
-    """Whether a batch must be computed as a whole, without microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,58 +207,19 @@ def named_or_measured(context: RankContext, options: PlanOptions) -> Callable[[P
     return lambda profile: _links(context, options, cluster, profile)
 
 
-def request_of(ranks: int, options: PlanOptions, limit_s: float) -> tuple[Strategies, Request]:
-    """Strategies and request for the planner."""
-    # The user's optimizer determines where its state is.
-    strategies: Strategies = replace(offered(), offload=False)
-    if not options.pipelines:
-        strategies = replace(strategies, schedules={})
-    names = options.strategies if not options.no_shards_because else _unsharded(options)
-    request = Request(
-        gpus=ranks,
-        global_batch=options.global_batch,
-        memory_bytes=options.memory_bytes,
-        strategies=names,
-        pins=tuple(parse_pin(text) for text in options.pins),
-        optimizer=options.optimizer,
-        time_limit_s=limit_s,
-        top_k=8,
-        uneven=options.pipelines,
-    )
-    return strategies, request
-
-
-def _runnable(plans: list[Plan], options: PlanOptions) -> list[Plan]:
-    """Plans, out of ``plans``, that compute a batch as a whole, if that is required; otherwise all of them."""
-    any_parts = options.pipelines and not options.at_once
-    return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
-
-
-def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, options: PlanOptions, limit_s: float) -> Plan:
-    """The best plan for at most ``ranks`` ranks; others may be idle. The search takes at most ``limit_s`` seconds.
-
-    Raises:
-        InfeasibleError: no plan fits.
-    """
-    plans = _runnable(solve(profile, cluster, *request_of(ranks, options, limit_s)), options)
-    if not plans:
-        raise InfeasibleError("every plan that fits computes a batch in several parts")
-    return plans[0]
-
-
 def cost_model(origins: Origins, options: PlanOptions) -> Model:
-    """The cost model of a plan, with a function by which :class:`asa.Job` plans again. Its plans may have stages and
-    idle ranks."""
-    return Model(
+    """The cost model of a plan, with a search by which :class:`asa.Job` plans again. Its plans may have stages and idle
+    ranks."""
+    model = Model(
         profile=origins.profile, cluster=origins.cluster, strategies=offered(),
-        solve=partial(_replan, replace(options, pipelines=True)),
+        solve=partial(plan_again, replace(options, pipelines=True)),
     )  # fmt: skip
+    return replace(model, background=partial(_search, model))
 
 
-def _replan(
-    options: PlanOptions, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
-) -> Plan:  # fmt: skip
-    return on_ranks_that_pay(profile, cluster, ranks, options, SOLVE_S)
+def _search(model: Model, question: Question) -> Asked:
+    faults.reached("replan.solve")
+    return BackgroundSearch(model, question)
 
 
 def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, options: PlanOptions) -> Plan:
@@ -290,7 +230,7 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, options: PlanOp
     """
     strategies, request = request_of(ranks, options, usual_limit(ranks))
     plans = solve(profile, cluster, strategies, request)
-    fitting = next((plan for plan in (_widened(p, ranks) for p in _runnable(plans, options)) if plan is not None), None)
+    fitting = next((plan for plan in (_widened(p, ranks) for p in runnable(plans, options)) if plan is not None), None)
     if fitting is not None:
         return fitting
 
@@ -311,26 +251,6 @@ def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, options: PlanOp
         first = plain()
     note = f"planned with {first.num_microbatches} microbatches for their memory; a loop of your own runs them as one"
     return replace(first, num_microbatches=1, notes=(*first.notes, note))
-
-
-_UNSHARDED = ("single", "ddp")
-"""Strategies that keep every parameter whole on every rank."""
-
-
-def _unsharded(options: PlanOptions) -> tuple[str, ...]:
-    """Requested strategies that keep parameters whole.
-
-    Raises:
-        UsageError: there are none.
-    """
-    requested = options.strategies or _UNSHARDED
-    allowed = tuple(s for s in requested if s in _UNSHARDED or (is_discipline(s) and not parse(s).served))
-    if not allowed:
-        raise UsageError(
-            f"{options.no_shards_because}, so parameters stay whole: strategies=('ddp',) does that, but none of those "
-            f"asked for ({', '.join(requested)})"
-        )
-    return allowed
 
 
 def _widened(plan: Plan, ranks: int) -> Plan | None:

@@ -16,15 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
+from typing import IO
 
 from asa.errors import AsaError, InfeasibleError, UnavailableError
-from asa.ir.cluster import Cluster
-from asa.ir.measurements import Measurements
-from asa.ir.plan import Plan
-from asa.ir.profile import Profile
-from asa.scheduler.model import Answer, Question
-from asa.strategies import offered
+from asa.scheduler.model import Answer, Model, Question
 
 SOLVE_S = 1.0
 """Time limit of a search during training, in seconds."""
@@ -34,22 +31,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 class BackgroundSearch:
-    """Starts a process that computes ``Model.answer`` to ``question`` on ``profile`` and ``cluster``."""
+    """Starts a process that computes ``model.answer(question)``. What ``model.solve`` is made of can be pickled, and is
+    imported from modules that do not load torch. A program that ends ends its search."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, question: Question) -> None:
-        from asa.launch import faults
-
-        faults.reached("replan.solve")
+    def __init__(self, model: Model, question: Question) -> None:
         self._began = time.monotonic()
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115
         with tempfile.TemporaryFile() as question_file:
-            pickle.dump((os.getpid(), profile, cluster, question), question_file)
+            pickle.dump((os.getpid(), model, question), question_file)
             question_file.seek(0)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _program(_cores())], stdin=question_file, stdout=self._answer,
+                [sys.executable, "-P", "-c", _program(_cores())], stdin=question_file, stdout=self._answer,
                 stderr=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
+        self._end = weakref.finalize(self, _end, self._process, self._answer)
 
     def result(self) -> Answer | None:
         """The answer; None while the search is running.
@@ -62,9 +58,9 @@ class BackgroundSearch:
                 return None
             self.stop()
             raise UnavailableError(f"the search took longer than {_LIMIT_S:.0f} s")
-        with self._answer:
-            self._answer.seek(0)
-            data = self._answer.read()
+        self._answer.seek(0)
+        data = self._answer.read()
+        self.stop()
         if self._process.returncode != 0 or not data:
             raise UnavailableError(f"the search broke (exit status {self._process.returncode})")
         answer: Answer | str = pickle.loads(data)  # safe: written by this program's child to an unnamed file
@@ -74,28 +70,19 @@ class BackgroundSearch:
 
     def stop(self) -> None:
         """End the search, whose answer is no longer needed."""
-        self._answer.close()
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
 
-def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
-    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with the memory use observed under
-    ``plan``.
-
-    Raises:
-        InfeasibleError: none fits; names the limiting quantity.
-    """
-    from asa.scheduler.memory import observed, plan_again
-
-    correction = observed(plan, measured, profile, cluster, offered())
-    return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
+def _end(process: subprocess.Popen[bytes], answer: IO[bytes]) -> None:
+    answer.close()
+    process.kill()
+    process.wait()
 
 
 def _program(cores: set[int]) -> str:
     """The program of the process. It gives way to ranks before it imports anything, which takes most of a second: until
-    then it is bound to the core of the rank that started it."""
-    lines = ["import contextlib, os", f"os.nice({_NICE})"]
+    then it is bound to the core of the rank that started it. Modules are found where this process finds them."""
+    lines = ["import contextlib, os, sys", f"os.nice({_NICE})", f"sys.path[:] = {sys.path}"]
     if cores:
         lines += ["with contextlib.suppress(OSError):", f"    os.sched_setaffinity(0, {sorted(cores)})"]
     return "\n".join([*lines, f"from {__name__} import main", "main()"])
@@ -110,7 +97,7 @@ def _cores() -> set[int]:
 
 def main() -> None:
     """Read a question from standard input, and write the answer to standard output."""
-    parent, profile, cluster, question = pickle.load(sys.stdin.buffer)
+    parent, model, question = pickle.load(sys.stdin.buffer)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -118,11 +105,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # if memory runs out, the system should kill the search, not a rank
         Path("/proc/self/oom_score_adj").write_text("1000")
-    from asa.scheduler.model import Model
-
     answer: Answer | str
     try:
-        model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
         answer = model.answer(question)
     except AsaError as error:
         answer = str(error)
