@@ -177,6 +177,16 @@ def test_weights_are_few_and_do_not_depend_on_how_slow_the_slow_are():
     assert weights(unequal(1, 0.5), 2, 1) == ()
 
 
+def test_groups_of_ranks_get_weights_where_the_batch_has_hardly_a_sample_for_each() -> None:
+    """Seven samples on four fast ranks and six slow ones: two for a pair of fast ranks, one for a pair of slow ones."""
+    speeds = (1, 1, 1, 1, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+    assert (2, 2, 2, 2, 1, 1, 1, 1, 1, 1) in weights(unequal(*speeds), 10, 7)
+    assert set(weights(unequal(1, 1, 0.6, 0.6), 4, 3)) == {(2, 2, 1, 1), (1, 1, 2, 2)}
+    for batch in range(1, 40):
+        found = weights(unequal(*speeds), 10, batch)
+        assert all(len({w[r] for r in ranks}) == 1 for w in found for ranks in (range(4), range(4, 10)))
+
+
 @pytest.mark.parametrize("longest", [{0: 4, 1: 4}, {0: 8, 1: 8}, {0: 1, 1: 1, 2: 2}, {0: 3, 1: 5, 2: 4}])
 def test_numbers_of_stages_say_of_which_kind_they_are(longest: dict[int, int]):
     units = numbering(longest)
