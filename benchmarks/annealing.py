@@ -170,8 +170,6 @@ class Annealing:
                 return False
             if p > 1 and (weights or len({self._kind(r) for r in range(first, first + w)}) > 1):
                 return False
-            if weights and len({(self.speeds[r], v) for r, v in enumerate(weights)}) > len(set(self.speeds[:w])):
-                return False
             first += w
         return self.request.pins != () or all(self._named(i, x) for i in range(len(self.parts)))
 
@@ -180,10 +178,9 @@ class Annealing:
         layout = x.ways[i].layout
         if layout.width <= 16 or layout.data * layout.tensor == layout.width:
             return True
-        more = (d for d in _divisors(layout.width // layout.tensor) if d > layout.data)
-        return not layout.weights and all(
-            self.request.global_batch // x.microbatches // d < self.fewest[i] for d in more
-        )  # fmt: skip
+        sizes = {self.request.global_batch // x.microbatches, -(-self.request.global_batch // x.microbatches)}
+        more = (replace(layout, data=d) for d in _divisors(layout.width // layout.tensor) if d > layout.data)
+        return all(min(layout_rows(wider, size) for size in sizes) < self.fewest[i] for wider in more)
 
     def _kind(self, rank: int) -> tuple[float, int]:
         return self.speeds[rank], self.cluster.memories()[rank]

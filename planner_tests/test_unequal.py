@@ -19,6 +19,7 @@ from asa.ir.layout import Layout, bounds
 from asa.ir.plan import Plan, Stage
 from asa.planner import Request, plan, verify
 from asa.planner.pipeline.kinds import KindSpace, kinds, numbering, views, weights
+from asa.planner.pipeline.practice import quickest
 from asa.planner.pipeline.staged import Skeleton
 from asa.planner.questions.explain import explain
 from asa.planner.space import baselines
@@ -177,14 +178,33 @@ def test_weights_are_few_and_do_not_depend_on_how_slow_the_slow_are():
     assert weights(unequal(1, 0.5), 2, 1) == ()
 
 
-def test_groups_of_ranks_get_weights_where_the_batch_has_hardly_a_sample_for_each() -> None:
-    """Seven samples on four fast ranks and six slow ones: two for a pair of fast ranks, one for a pair of slow ones."""
-    speeds = (1, 1, 1, 1, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
-    assert (2, 2, 2, 2, 1, 1, 1, 1, 1, 1) in weights(unequal(*speeds), 10, 7)
-    assert set(weights(unequal(1, 1, 0.6, 0.6), 4, 3)) == {(2, 2, 1, 1), (1, 1, 2, 2)}
-    for batch in range(1, 40):
-        found = weights(unequal(*speeds), 10, batch)
-        assert all(len({w[r] for r in ranks}) == 1 for w in found for ranks in (range(4), range(4, 10)))
+def test_neighbours_that_compute_together_get_weights_as_a_group() -> None:
+    """Seven samples for five pairs of ranks: two for each pair of fast ones. Of groups with a slow rank, it counts."""
+    request = Request(gpus=10, global_batch=7)
+    fast, slow, mixed = (1.0,) * 4, (0.6,) * 6, (1.0, 1.0, 1.0, 0.6)
+
+    def cut(speeds: tuple[float, ...], inner: int) -> tuple[int, ...]:
+        space = Space(nouns.profile(), unequal(*speeds), offered(), replace(request, gpus=len(speeds)))
+        return quickest(Prices(space), len(speeds), inner)
+
+    assert cut(fast + slow, 1) == (), "there is not a sample for each"
+    assert cut(fast + slow, 2) == (2,) * 4 + (1,) * 6
+    assert cut(mixed, 2)[:2] > cut(mixed, 2)[2:]
+    assert len(set(cut(mixed, 2)[2:])) == 1
+    assert cut(mixed, 4) == (), "one group is no choice"
+
+
+def test_wide_stages_have_the_most_groups_that_leave_each_a_sample_by_weight() -> None:
+    weights, batch = (8,) * 8 + (1,) * 16, 24
+    request = Request(gpus=24, global_batch=batch)
+    space = Space(nouns.profile(), unequal(*(1.0,) * 8, *(0.1,) * 16), offered(), request).weighted({24: weights})
+    for tensor in (1, 2, 4):
+        found = [x for x in space.whole_layouts(24, 1) if x.tensor == tensor]
+        able = [
+            x for d in range(1, 24 // tensor + 1) if 24 % (d * tensor) == 0
+            for x in [Layout(width=24, data=d, tensor=tensor, weights=weights)] if x.fewest(batch) >= 1
+        ]  # fmt: skip
+        assert max(able, key=lambda x: x.data) in found
 
 
 @pytest.mark.parametrize("longest", [{0: 4, 1: 4}, {0: 8, 1: 8}, {0: 1, 1: 1, 2: 2}, {0: 3, 1: 5, 2: 4}])

@@ -14,13 +14,15 @@ from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
-from asa.planner.pipeline.practice import FINE, groups, quickest
+from asa.planner.pipeline.practice import FINE, quickest
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed
+from asa.planner.space.space import Allowed, divisors
 
 _STEPS = 24
 """Most weights tried for a stage with devices of two speeds, besides equal ones and those in proportion to speed."""
+_TOGETHER = 8
+"""Largest group of ranks that gets a weight as a whole."""
 _FINEST = 2**16
 """Most samples of a batch that weights distinguish."""
 
@@ -37,8 +39,7 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
 
     With two speeds: every whole number of samples for a rank of the faster kind, and one for a rank of the other kind,
     the rest spread over the other ranks; where there are many, only those near the share by speed and others at
-    intervals; the same for the :func:`~asa.planner.pipeline.practice.groups` of ranks. With many, or with more than two
-    speeds, also weights in proportion to speed.
+    intervals. With many, or with more than two speeds, also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
@@ -48,26 +49,19 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
     order = list(dict.fromkeys(speeds))
     if len(order) < 2:
         return ()
-    choices, batch = list[tuple[int, ...]](), min(batch, _FINEST)
-    complete = len(order) == 2
-    for inner in groups(speeds, batch) if complete else ():
-        counts = speeds.count(order[0]) // inner, speeds.count(order[1]) // inner
-        pairs, every = _of_two(counts, batch, inner * order[0] / sum(speeds))
+    choices, batch = [], min(batch, _FINEST)
+    if len(order) == 2:
+        first_count, second_count = (speeds.count(s) for s in order)
+        most = (batch - second_count) // first_count
+        step = 1 if most <= _STEPS else -(-2 * most // _STEPS)
+        near = round(batch * order[0] / sum(speeds)) - _STEPS // 4  # single samples count where the optimum is likely
+        rows = {*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}
+        pairs = [(k * second_count, batch - k * first_count) for k in sorted(rows)]
+        pairs += [(batch - second_count, first_count)] * (step == 1 and batch > second_count)
         choices += [tuple(pair[s != order[0]] for s in speeds) for pair in pairs]
-        complete = complete and every
-    return _distinct(choices if complete else [*choices, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])
-
-
-def _of_two(counts: tuple[int, int], batch: int, share: float) -> tuple[list[tuple[int, int]], bool]:
-    """Weights for each of ``counts`` devices (or groups of them) of two speeds, and whether these are all. ``share``:
-    fraction of the batch of one device of the first speed in proportion to speed."""
-    first_count, second_count = counts
-    most = (batch - second_count) // first_count
-    step = 1 if most <= _STEPS else -(-2 * most // _STEPS)
-    near = round(batch * share) - _STEPS // 4  # single samples count where the optimum is likely
-    rows = {*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}
-    pairs = [(k * second_count, batch - k * first_count) for k in sorted(rows)]
-    return pairs + [(batch - second_count, first_count)] * (step == 1 and batch > second_count), step == 1
+        if step == 1:
+            return _distinct(choices)
+    return _distinct([*choices, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])
 
 
 def _distinct(choices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -85,10 +79,7 @@ def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
     batch, some = space.request.global_batch, space.single_widths()
     choices = {
         w: _distinct(
-            [
-                *(quickest(prices, w, g) for g in groups(space.cluster.speeds(range(w)), batch)),
-                *weights(space.cluster, w, batch),
-            ]
+            [*(quickest(prices, w, g) for g in divisors(w) if g <= _TOGETHER), *weights(space.cluster, w, batch)]
         )
         for w in some
     }

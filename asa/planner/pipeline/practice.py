@@ -8,7 +8,6 @@ are priced, in order of their compute time.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from asa.planner.budget import ROUNDING
 from asa.planner.pipeline.sketch import INF, Sketch, StageStyle
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, divisors
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space
 
 _KINDS: tuple[DataStrategyName, ...] = ("replicate", "zero1", "zero2", "zero3")
 _MOST_SPLIT = 8
@@ -125,17 +124,12 @@ def _single_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> It
                         yield sketch, _Split(w // t, t, 1, m, (0,), least_s)
 
 
-def groups(speeds: Sequence[float], batch: int) -> tuple[int, ...]:
-    """Sizes of groups of ranks of one speed that may compute their samples together, besides single ranks: all that
-    divide the ranks of every speed, where the batch has fewer than two samples for each rank."""
-    return divisors(math.gcd(*Counter(speeds).values())) if batch < 2 * len(speeds) else (1,)
-
-
 def quickest(prices: Prices, width: int, inner: int = 1) -> tuple[int, ...]:
     """Batch weights of the first ``width`` ranks with which the slowest computes its samples soonest, where each group
-    of ``inner`` ranks has a whole number of them except groups of the kind with most, which share the rest. Empty where
-    all are alike, or too few samples."""
+    of ``inner`` neighbours, as fast as the slowest of them, has a whole number of samples, except groups of the kind
+    with most, which share the rest. Empty where all groups are alike, or too few samples."""
     speeds, batch = prices.space.cluster.speeds(range(width)), prices.space.request.global_batch
+    speeds = tuple(min(speeds[i - i % inner : i - i % inner + inner]) for i in range(len(speeds)))
     number, fewest = {s: n // inner for s, n in Counter(speeds).items()}, int(prices.fewest.max())
     if len(number) < 2 or batch < width // inner * fewest:
         return ()

@@ -157,20 +157,18 @@ class Space:
     def whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
         """The layouts of :meth:`layouts` that do not split tokens."""
         key, weights = (width, num_microbatches), self.weights.get(width, ())
-        if weights and key not in self._layouts:
-            even = Space.whole_layouts(self.weighted({}), width, num_microbatches)
-            self._layouts[key] = tuple(replace(x, weights=weights) for x in even)
-        if not weights and (width <= _NARROW or self.request.pins):
-            return layouts(width)
         if key not in self._layouts:
-            samples = self.request.global_batch // num_microbatches
-            found = []
-            for tensor in (t for t in divisors(width) if t <= _WIDEST_SPLIT):
-                shards = divisors(width // tensor)
-                most = {shards[-1], *(max((d for d in shards if samples // d >= k), default=1) for k in (1, 2))}
-                found += [Layout(width=width, data=d, tensor=tensor) for d in sorted(most)]
-            self._layouts[key] = tuple(found)
+            narrow = width <= _NARROW or self.request.pins
+            even = layouts(width) if narrow else tuple(self._wide_layouts(width, num_microbatches, weights))
+            self._layouts[key] = tuple(replace(x, weights=weights) for x in even) if weights else even
         return self._layouts[key]
+
+    def _wide_layouts(self, width: int, num_microbatches: int, weights: tuple[int, ...]) -> Iterator[Layout]:
+        for tensor in (t for t in divisors(width) if t <= _WIDEST_SPLIT):
+            even = [Layout(width=width, data=d, tensor=tensor) for d in divisors(width // tensor)]
+            samples = [self.samples(replace(x, weights=weights), num_microbatches) for x in even]
+            most = {len(even) - 1, *(max((i for i, n in enumerate(samples) if n >= k), default=0) for k in (1, 2))}
+            yield from (even[i] for i in sorted(most))
 
     def forgets(self, component: Component) -> bool:
         """Whether recomputation is offered and saves memory: the activations of the component exceed its output, which
@@ -313,7 +311,7 @@ class Space:
         if self.cluster.unequal:
             parts.append(
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
-                + (" or by any weights, one for ranks of one speed" if self.request.uneven else "")
+                + (" or by any weights" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
                 + ", also as many as its longest row has" * (gpus > 8)
             )
