@@ -192,6 +192,9 @@ def test_another_profile_than_the_plans_is_said_to_be_one(place, capsys):
     said = refused(capsys, 3, "explain", "--profile", "other.json")
     assert "other.json" in said
     assert "is not the profile the plan was made from" in said
+    said = refused(capsys, 3, "explain", "--cluster", "a100-nvlink-8")
+    assert "a100-nvlink-8" in said
+    assert "is not the cluster the plan was made for" in said
     assert entry.run(["explain"]) == 0, "an estimate that is torn stands in nobody's way"
 
 

@@ -363,11 +363,10 @@ def test_a_grid_of_ranks_is_what_the_tools_of_language_models_run() -> None:
     titan = snippet("torchtitan", plan)
     ast.parse(titan)
     for line in (
-        "data_parallel_shard_degree=2", "tensor_parallel_degree=2", "pipeline_parallel_degree=2",
-        "num_pp_microbatches=4", "num_tokens_per_microbatch_per_dp_rank=16384", "num_tokens_per_train_step=131072",
-        "max_context_length=4096", '["tok_embeddings", "layers.0"]', '"layers.31", "norm", "lm_head"',
-        "pipeline_parallel_module_fqns_per_model_part=[",
-        "config = llama3_8b()", "keeps no replicas beside tensors",
+        "data_parallel_shard_degree=1", "tensor_parallel_degree=2", "pipeline_parallel_degree=2",
+        "pipeline_parallel_microbatch_size=4", " local_batch_size=16", "global_batch_size=32", "seq_len=4096",
+        '["tok_embeddings", "layers.0"]', '"layers.31", "norm", "lm_head"',
+        "module_fqns_per_model_part=[", "data_parallel_replicate_degree=2", "config = llama3_8b()",
     ):  # fmt: skip
         assert line in titan
     flags = snippet("megatron", plan)
@@ -447,10 +446,17 @@ def test_an_engine_whose_weights_are_in_half_precision_reads_such_images() -> No
     assert ".bfloat16()" not in snippet("deepspeed", resnet("ddp", **tokens))
 
 
+def every_block(plan: Plan) -> Plan:
+    """``plan``, with every component recomputed."""
+    return replace(plan, components=tuple(replace(c, checkpoint=True) for c in plan.components))
+
+
 def test_what_frameworks_of_language_models_do_not_compute_alike_is_said() -> None:
     alone = llama("tensor", 1, 8, 1)
-    assert "computes in bf16 under replicas alone or with shards: this is fp32" in snippet("torchtitan", alone)
-    assert "this is fp32" not in snippet("torchtitan", llama("asa", 4, 2, 1, "zero3"))
+    assert "NOT EXPRESSED" not in snippet("torchtitan", every_block(alone))
+    assert "has no SGD: this is AdamW" in snippet("torchtitan", replace(alone, optimizer="sgd"))
+    own = snippet("torchtitan", replace(alone, model_spec="llama:405b"))
+    assert "llama3_405b()" not in own, "torchtitan's own configuration computes in float8, not as planned"
     assert "Megatron-LM holds weights in bf16" in snippet("megatron", alone)
     sharded = replace(llama("zero1", 8, 1, 1, "zero1"), optimizer="sgd")
     assert "shards the state of Adam alone: take AdamW for zero1" in snippet("megatron", sharded)

@@ -161,6 +161,9 @@ def test_kubernetes_gets_a_config_map_a_service_and_an_indexed_job() -> None:
     script = container["args"][0]
     assert f"{service['metadata']['name']}-0.{service['metadata']['name']}:29400" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    named = list(yaml.safe_load_all(jobs.kubernetes(job(image="1.5", volume="123"))))[-1]["spec"]["template"]["spec"]
+    assert named["containers"][0]["image"] == "1.5"
+    assert named["volumes"][1]["persistentVolumeClaim"]["claimName"] == "123", "a name, not a number"
     with pytest.raises(UsageError, match="--image"):
         jobs.kubernetes(job())
 
@@ -218,8 +221,16 @@ def test_the_command_writes_and_says_how_to_start_it(
     assert entry.run(["launch", "lsf", "plan.json"]) == 2
     assert entry.run(["launch", "k8s", "plan.json"]) == 0
     said = capsys.readouterr()
-    assert "image: asa:latest" in said.out
+    assert 'image: "asa:latest"' in said.out
     assert "name yours with --image" in said.err
+
+
+@pytest.mark.parametrize("option", ["partition", "account", "qos", "image", "volume"])
+def test_a_name_that_would_break_a_job_file_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    system = "k8s" if option == "volume" else "slurm"
+    for bad in ("a b", "a: b", "a\nb", 'a"b', ""):
+        assert entry.run(["launch", system, "plan.json", f"--{option}", bad]) == 2
+        assert capsys.readouterr().err.startswith(f"asa: --{option}: ")
 
 
 def test_what_a_plan_was_made_from_travels_with_it(tmp_path, monkeypatch, capsys):

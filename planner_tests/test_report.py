@@ -24,7 +24,7 @@ from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
 from asa.ir.intervals import median_interval
 from asa.ir.profile import Profile
-from asa.planner.questions.explain import Difference, Term
+from asa.planner.questions.explain import Difference, Explanation, Term
 from asa.report import units
 from asa.report.figures import charts, drawing
 from asa.report.pages import bench as page
@@ -114,6 +114,30 @@ def test_strategies_that_break_the_pins_are_not_called_too_large():
     assert re.search("not allowed by the pins: ddp; too large: single", text)
     text = tables.plain(plan.render(replace(made, baselines=(pinned, replace(fits, name="zero1")))), width=200)
     assert "ddp is not allowed by the pins" in text
+
+
+def test_what_cannot_be_run_is_not_said_to_be_too_large():
+    """DDP with fewer samples than ranks has no step time; the reason is not memory."""
+    made = nouns.plan()
+    fits = replace(made.baselines[0], name="tensor", fits=True, why_not="", step_time_s=1.0)
+    ddp = replace(fits, name="ddp", fits=False, why_not="body needs 1 sample per rank, gets 0.5", step_time_s=None)
+    text = tables.plain(plan.render(replace(made, baselines=(fits, ddp))), width=200)
+    assert "ddp is not possible here" in text
+    assert "does not fit" not in text
+    large = replace(ddp, why_not="16 GiB of 8", step_time_s=2.0)
+    assert "ddp does not fit" in tables.plain(plan.render(replace(made, baselines=(fits, large))), width=200)
+
+
+def test_a_plan_explained_for_less_memory_than_it_needs_is_said_not_to_fit():
+    causes = {"components": (), "overlap_s": 0.0, "hidden_s": 0.0, "peak_component": "body", "binding": "memory"}
+    small = Explanation(peak_bytes=2.0**30, capacity_bytes=2.0**20, **causes)
+    text = tables.plain(explain.render(small), width=120)
+    assert "1.00 GiB, a device has 1.00 MiB at body" in text
+    assert "the plan does not fit" in text
+    assert "may be faster" not in text
+    roomy = tables.plain(explain.render(replace(small, capacity_bytes=2.0**31)), width=120)
+    assert "1.00 GiB of 2.00 GiB at body" in roomy
+    assert "does not fit" not in roomy
 
 
 def test_strategies_that_are_one_and_the_same_share_a_row():

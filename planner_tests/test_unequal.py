@@ -27,6 +27,7 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
 from asa.report.snippets import uniform_choice
 from asa.report.text import cluster as shown
+from asa.report.text import tables
 from asa.simulator import simulate
 from asa.strategies import offered
 from benchmarks import certificate
@@ -382,4 +383,7 @@ def test_a_cluster_shows_which_ranks_have_which_device():
     memory = cluster.device.memory_bytes
     assert told == {("at 1", 1.0, memory): "0 to 1, 3", ("at 0.5", 0.5, memory): "2"}
     assert shown.unequal(nouns.cluster(2)) == {}
+    listed = tables.plain([shown.overview([("preset", presets.load("a100-4-v100-4-100g-rdma"))])], width=120)
+    assert "4 x A100 + 4 x V100" in listed
+    assert "15.7 GiB" in listed, "the least of its devices, not that of the first"
     assert len(shown.render(cluster)) == len(shown.render(nouns.cluster(4))) + 2

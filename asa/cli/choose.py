@@ -309,6 +309,11 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     for cluster in clusters:
         if codec.fingerprint(cluster) == plan.cluster_fingerprint:
             return base, cluster
+    if cluster_name is not None:
+        raise InvalidInputError(
+            f"{cluster_name} ({codec.fingerprint(clusters[0])}) is not the cluster the plan was made for "
+            f"({plan.cluster}, {plan.cluster_fingerprint}); name that one, or plan again with --cluster {cluster_name}"
+        )
     raise InvalidInputError(
         f"the cluster the plan was made for ({plan.cluster}, {plan.cluster_fingerprint}) is not in {places.PROFILES}/; "
         f"{remedy.format('--cluster')}, or plan again"

@@ -149,6 +149,18 @@ def seeds(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(seed(part) for part in names(text)))
 
 
+def word(text: str) -> str:
+    """Parse a name that is written into a job file as it is: of printable characters other than blanks and quotes.
+
+    >>> word("nvcr.io#nvidia/pytorch:26.10-py3")
+    'nvcr.io#nvidia/pytorch:26.10-py3'
+    """
+    odd = next((c for c in text if c.isspace() or not c.isprintable() or c in "'\"`"), None)
+    if odd is not None or not text:
+        raise ValueError(f"{text!r} contains {odd!r}" if odd else "an empty text is no value; leave it out")
+    return text
+
+
 def share(text: str) -> float:
     """Parse a fraction, as a number up to 1 or in per cent.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import textwrap
 import tomllib
@@ -39,10 +40,20 @@ class _Formatter(argparse.HelpFormatter):
         return textwrap.fill(joined, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
+_VALUELESS = re.compile(r"argument (\S+): expected one argument")
+"""What argparse says of an option without a value. To argparse, ``-5GB`` is another option."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one-line UsageErrors."""
 
     def error(self, message: str) -> NoReturn:
+        if valueless := _VALUELESS.fullmatch(message):
+            flag = valueless[1].rpartition("/")[2]
+            raise UsageError(
+                f"{flag} needs a value; one that begins with a dash follows an equals sign, as in {flag}=-1; "
+                f"see `{self.prog} --help`"
+            )
         raise UsageError(f"{message[:1].lower()}{message[1:]}{self._suggestion(message)}; see `{self.prog} --help`")
 
     def print_help(self, file: Any = None) -> None:

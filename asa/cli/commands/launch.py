@@ -189,11 +189,24 @@ VERBS = (
             Option(
                 name="partition",
                 help="partition (default: the site's)",
+                parse=o.word,
                 metavar="NAME",
                 needs="system=slurm",
             ),
-            Option(name="account", help="account to charge (default: yours)", metavar="NAME", needs="system=slurm"),
-            Option(name="qos", help="quality of service (default: the site's)", metavar="NAME", needs="system=slurm"),
+            Option(
+                name="account",
+                help="account to charge (default: yours)",
+                parse=o.word,
+                metavar="NAME",
+                needs="system=slurm",
+            ),
+            Option(
+                name="qos",
+                help="quality of service (default: the site's)",
+                parse=o.word,
+                metavar="NAME",
+                needs="system=slurm",
+            ),
             Option(
                 name="cpus",
                 help="cores on each machine for all its ranks (default: 8 a GPU, with Ray 1; 1 a CPU rank)",
@@ -203,11 +216,13 @@ VERBS = (
             Option(
                 name="image",
                 help="container image with asa; Slurm: through pyxis (default for k8s: asa:latest)",
+                parse=o.word,
                 needs="system=slurm|k8s",
             ),
             Option(
                 name="volume",
                 help="volume claim that all pods mount (default: NAME-data)",
+                parse=o.word,
                 metavar="C",
                 needs="system=k8s",
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 from asa.errors import UsageError
@@ -104,7 +105,7 @@ spec:
       terminationGracePeriodSeconds: {GRACE_S}
       containers:
         - name: train
-          image: {job.image}
+          image: {json.dumps(job.image)}
           workingDir: /work
           command: ["/bin/bash", "-c"]
           args:
@@ -129,7 +130,7 @@ spec:
             name: {name}-plan
         - name: work
           persistentVolumeClaim:
-            claimName: {claim}
+            claimName: {json.dumps(claim)}
         - name: memory
           emptyDir:
             medium: Memory

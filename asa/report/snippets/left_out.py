@@ -104,19 +104,14 @@ def _of_titan(plan: Plan, name: str) -> list[str]:
     grid, notes = grid_as(plan, name), []
     if plan.precision == "fp16":
         notes.append("torchtitan has no fp16: this is fp32")
-    if plan.precision == "bf16" and grid.data == 1 < max(grid.tensor, grid.stages):
-        notes.append("torchtitan computes in bf16 under replicas alone or with shards: this is fp32")
-    if grid.strategy in ("replicate", "zero1") and grid.data > 1 and (grid.tensor > 1 or grid.stages > 1):
-        notes.append(
-            f"torchtitan keeps no replicas beside tensors or stages: the states of the {grid.data} are sharded, and "
-            "gathered once a step"
-        )
-    elif grid.strategy == "zero1":
+    if plan.optimizer == "sgd":
+        notes.append("torchtitan has no SGD: this is AdamW, whose state is twice as large")
+    if grid.strategy == "zero1":
         notes.append("torchtitan has no zero1: gradients are sharded, too")
     if any(c.checkpoint for c in plan.components) and not all(c.checkpoint for c in plan.components):
         notes.append("torchtitan recomputes every block or none")
     if len(plan.input_shape) > 1:
-        notes.append("torchtitan counts tokens: a sample of images stands as one")
+        notes.append("torchtitan trains on sequences of tokens: a sample of images stands as a sequence of one")
     return notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -31,15 +32,16 @@ _MAKER = re.compile(r"^NVIDIA |GeForce |Tesla ")
 
 
 def overview(clusters: Sequence[tuple[str, Cluster]]) -> RenderableType:
-    """A table with one line for each (origin, cluster), of 80 columns. The origin is a file's name or ``preset``."""
+    """A table with one line for each (origin, cluster), of 80 columns, with the least memory of its devices. The origin
+    is a file's name or ``preset``."""
     result = table("Clusters", ("name", "devices", "memory", "status"), left=1)
     result.columns[1].justify, result.columns[3].justify = "left", "left"
     for origin, c in clusters:
-        names = [c.device.name, *(d.name for d in c.devices or ())]
-        kinds = dict.fromkeys(_MAKER.sub("", name) for name in names)
+        kinds = Counter(d.name for d in c.devices or ()) or {c.device.name: c.num_devices}
         origin_note = "" if origin == "preset" else ", shipped" if origin.endswith("(shipped)") else ", here"
-        devices = f"{c.num_devices} x {' + '.join(kinds)}"
-        result.add_row(c.name, devices, size(c.device.memory_bytes), f"{c.status}{origin_note}")
+        short = {name: _MAKER.sub("", name).partition("-" if len(kinds) > 1 else "\0")[0] for name in kinds}
+        devices = " + ".join(f"{count} x {short[name]}" for name, count in kinds.items())
+        result.add_row(c.name, devices, size(min(c.memories())), f"{c.status}{origin_note}")
     return result
 
 
@@ -74,8 +76,8 @@ def render(cluster: Cluster) -> list[RenderableType]:
         line(f"{cluster.name}: {cluster.num_devices} x {d.name} ({d.type}, {size(d.memory_bytes)}), {cluster.backend}"),
         line(f"status {cluster.status}; source: {cluster.source}"),
         line(
-            f"overlap slows computation {cluster.overlap.compute_slowdown:.2f}x and communication "
-            f"{cluster.overlap.communication_slowdown:.2f}x"
+            f"during overlap, computation takes {cluster.overlap.compute_slowdown:.2f} times as long, communication "
+            f"{cluster.overlap.communication_slowdown:.2f} times"
         ),
     ]
     if cluster.drift is not None:
@@ -85,9 +87,14 @@ def render(cluster: Cluster) -> list[RenderableType]:
         for (name, speed, memory), ranks in unequal(cluster).items():
             result.add_row(name, ranks, f"{speed:.3g}", size(memory))
         lines += [result, line("")]
-    if cluster.contention:
-        many = ", ".join(f"{c.ranks} ranks {c.slowdown:.2f}x ({c.of_memory:.2f}x memory)" for c in cluster.contention)
-        lines.append(line(f"computing at once: {many}"))
+    several = [c for c in cluster.contention if c.ranks > 1]
+    if several:
+        factors = (
+            f"{c.slowdown:.2f} with {c.ranks}"
+            + (f" ({c.of_memory:.2f} if limited by memory)" if c.of_memory != c.slowdown else "")
+            for c in several
+        )
+        lines.append(line(f"several ranks at once compute slower, by a factor of {', '.join(factors)}"))
     for level in cluster.levels:
         result = table(
             f"Level {level.name}, up to {level.devices} devices",

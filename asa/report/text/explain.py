@@ -40,12 +40,13 @@ def _costliest(explanation: Explanation) -> list[RenderableType]:
     recomputes = any(c.checkpoint or (c.alternative is not None and c.alternative.checkpoint) for c in shown)
     again = "; ckpt: activations are computed again in backward" if recomputes else ""
     more = len(explanation.components) - _ROWS
-    peak = f"{size(explanation.peak_bytes)} of {size(explanation.capacity_bytes)}"
+    fits = explanation.peak_bytes <= explanation.capacity_bytes
+    limit = _LIMIT[explanation.binding] if fits else "memory: the plan does not fit; `asa plan --memory` makes another"
     return [
         line(f"Work     {seconds(total_s - communication_s)} computing, {seconds(communication_s)} communicating, "
              f"of which {seconds(explanation.hidden_s)} behind backward"),
-        line(f"Memory   {peak} at {explanation.peak_component}"),
-        line(f"Limit    {_LIMIT[explanation.binding]}"),
+        line(f"Memory   {_peak(explanation)} at {explanation.peak_component}"),
+        line(f"Limit    {limit}"),
         line(""),
         result,
         line(f"next best: what else it could run as, and by how much the step would be longer{shorter}{again}", "dim"),
@@ -59,6 +60,12 @@ _LIMIT = {
     "compute": "computing: only faster or more devices would make it faster",
 }
 """Texts on what limits a plan's speed."""
+
+
+def _peak(explanation: Explanation) -> str:
+    """The plan's memory beside that of a device."""
+    need, has = size(explanation.peak_bytes), size(explanation.capacity_bytes)
+    return f"{need} of {has}" if explanation.peak_bytes <= explanation.capacity_bytes else f"{need}, a device has {has}"
 
 
 def computes(c: ComponentExplanation) -> float:
@@ -92,8 +99,8 @@ def _every(explanation: Explanation) -> list[RenderableType]:
         line(""),
         line(f"gradient synchronisation hidden behind backward: {seconds(explanation.hidden_s)} a step"),
         line(
-            f"memory peaks at {explanation.peak_component}: {size(explanation.peak_bytes)} of "
-            f"{size(explanation.capacity_bytes)}; what keeps the plan from being faster: {explanation.binding}"
+            f"memory peaks at {explanation.peak_component}: {_peak(explanation)}; "
+            f"what keeps the plan from being faster: {explanation.binding}"
         ),
     ]
 

@@ -98,8 +98,12 @@ def _against(plan: Plan) -> str:
     if "ddp" in times and name != "ddp":
         texts.append(f"{_faster(times['ddp'], step)} ddp")
     elif "ddp" not in times and plan.gpus > 1:
-        pinned = any(b.name == "ddp" and b.why_not == KEPT_OUT for b in plan.baselines)
-        texts.append(f"ddp is {KEPT_OUT}" if pinned else "ddp does not fit")
+        ddp = next((b for b in plan.baselines if b.name == "ddp"), None)
+        pinned = ddp is not None and ddp.why_not == KEPT_OUT
+        too_large = ddp is not None and ddp.step_time_s is not None
+        texts.append(
+            f"ddp is {KEPT_OUT}" if pinned else "ddp does not fit" if too_large else "ddp is not possible here"
+        )
     return ", ".join(texts)
 
 
