@@ -1,0 +1,108 @@
+"""Programs as training recipes have them: reductions of shards changed in place, parameters of unlike types, statistics
+gathered before the model is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import asa
+from planner_tests.programs import Program, State, classes, cross_entropy, epochs, numbers
+
+
+def apart(program: Program, plans: list[str]) -> dict[str, float]:
+    """The largest distance of a tensor of any rank from one process, by plan."""
+    alone = program.alone()
+    found = {}
+    for name, states in program.spread(plans).items():
+        for state in states:
+            assert not isinstance(state, str), (name, state)
+        found[name] = max(float((s[k] - v).abs().max()) for s in states for k, v in alone.items())  # type: ignore[call-overload]
+    return found
+
+
+def clipped_by_units(net: Any, opt: Any, batches: Any) -> State:
+    """Adaptive clipping by norms that are bounded and scaled in place."""
+
+    def norm(x: Tensor) -> Tensor:
+        return x.norm(2) if x.ndim <= 1 else x.norm(2, dim=1, keepdim=True)
+
+    for x, y in batches:
+        opt.zero_grad()
+        cross_entropy(net, x, y).backward()
+        for p in net.parameters():
+            most = norm(p.detach()).clamp_(min=1e-3).mul_(0.1)
+            size = norm(p.grad.detach())
+            torch._foreach_add_([size], 1e-6)
+            p.grad.detach().copy_(torch.where(size < most, p.grad, p.grad * (most / size)))
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_norms_of_shards_may_be_changed_in_place() -> None:
+    program = Program(
+        model=lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 3)),
+        x=numbers(18, 8), y=classes(18, 3), loop=clipped_by_units,
+    )  # fmt: skip
+    assert max(apart(program, ["fsdp", "zero2", "tensor"]).values()) < 1e-12
+
+
+class Spectral(nn.Module):
+    """Complex weights on the lowest modes, and a layer beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.beside = nn.Parameter(torch.randn(4, 3, dtype=torch.cdouble)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft(x)
+        kept = torch.zeros_like(modes)
+        kept[:, :, :3] = modes[:, :, :3] * self.weight
+        return torch.fft.irfft(kept, n=8) + self.beside(x)  # type: ignore[no-any-return]
+
+
+class Operator(nn.Module):
+    """Spectral layers over four channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(Spectral(), Spectral()), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x.unflatten(1, (4, 2)).repeat(1, 1, 4)).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_parameters_of_unlike_types_are_trained_under_every_plan() -> None:
+    program = Program(
+        model=Operator, x=numbers(14, 8), y=classes(14, 3), loop=lambda *made: epochs(*made, loss=cross_entropy)
+    )
+    assert max(apart(program, ["fsdp", "zero2", "mixed-sharded"]).values()) < 1e-12
+
+
+class Told(nn.Module):
+    """Standardises by what the loop tells it of all samples so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x - self.mean)  # type: ignore[no-any-return]
+
+
+def told_first(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        net.mean.lerp_(asa.gather(x).mean(0), 0.5)
+        opt.zero_grad()
+        cross_entropy(net, x, y).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_rows_are_gathered_before_the_model_is_called() -> None:
+    program = Program(model=Told, x=numbers(15, 8), y=classes(15, 3), loop=told_first)
+    assert max(apart(program, ["ddp", "fsdp"]).values()) < 1e-12
