@@ -106,3 +106,21 @@ def told_first(net: Any, opt: Any, batches: Any) -> State:
 def test_rows_are_gathered_before_the_model_is_called() -> None:
     program = Program(model=Told, x=numbers(15, 8), y=classes(15, 3), loop=told_first)
     assert max(apart(program, ["ddp", "fsdp"]).values()) < 1e-12
+
+
+def grouped_by_modules(net: Any, _opt: Any, batches: Any) -> State:
+    """Biases found through modules, the others because they are none of these."""
+    biases = [m.bias for m in net.modules() if isinstance(m, nn.Linear)]
+    others = [p for p in net.parameters() if id(p) not in set(map(id, biases))]
+    opt = torch.optim.SGD([{"params": others, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+    return epochs(net, opt, batches, cross_entropy)
+
+
+def test_no_parameter_is_updated_twice_that_was_found_through_modules() -> None:
+    program = Program(
+        model=lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 3)),
+        x=numbers(12, 8), y=classes(12, 3), loop=grouped_by_modules,
+    )  # fmt: skip
+    assert apart(program, ["fsdp"])["fsdp"] < 1e-12
+    found = program.spread(["tensor"])["tensor"]
+    assert all("is another object than that of model.parameters()" in str(rank) for rank in found)
