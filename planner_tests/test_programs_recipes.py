@@ -1,5 +1,5 @@
 """Programs as training recipes have them: reductions of shards changed in place, parameters of unlike types, statistics
-gathered before the model is called."""
+gathered before the model is called, groups found through modules, the model of a Job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import asa
-from planner_tests.programs import Program, State, classes, cross_entropy, epochs, numbers
+from asa.errors import UsageError
+from asa.ir.plan import Plan
+from asa.launch import run_ranks
+from planner_tests.programs import Named, Program, State, classes, cross_entropy, epochs, numbers
+from planner_tests.stage_plans import staged
 
 
 def apart(program: Program, plans: list[str]) -> dict[str, float]:
@@ -124,3 +128,51 @@ def test_no_parameter_is_updated_twice_that_was_found_through_modules() -> None:
     assert apart(program, ["fsdp"])["fsdp"] < 1e-12
     found = program.spread(["tensor"])["tensor"]
     assert all("is another object than that of model.parameters()" in str(rank) for rank in found)
+
+
+def job_of(_rank: int, program: Program, plans: dict[str, Plan]) -> dict[str, Any]:
+    """What becomes of a model that was handed to a Job, when the program freezes it, penalises it, and loads it."""
+    found: dict[str, Any] = {}
+    for name, plan in plans.items():
+        net, opt, batches = program.made()
+        job = asa.Job(net, opt, batches, nn.functional.cross_entropy, plan, replan=False)
+        job.run(epochs=1)
+        for what, use in (
+            ("frozen", lambda net=net: net.first.requires_grad_(False)),
+            ("penalised", lambda net=net: sum(p.norm() for p in net.parameters())),
+        ):
+            try:
+                use()
+                found[f"{name}, {what}"] = "allowed"
+            except UsageError as error:
+                found[f"{name}, {what}"] = str(error)
+        job.run(epochs=2)
+        state = job.state_dict()
+        net.load_state_dict(state, assign=True)
+        found[name] = state
+        found[f"{name}, loaded"] = all(torch.equal(t, state[n]) for n, t in net.state_dict().items())
+        job.close()
+    return found
+
+
+def frozen_behind_an_epoch(net: Any, opt: Any, batches: Any) -> State:
+    epochs(net, opt, batches, cross_entropy)
+    net.first.requires_grad_(False)
+    opt.zero_grad()
+    return epochs(net, opt, batches, cross_entropy)
+
+
+def test_a_model_in_a_job_is_changed_on_the_ranks_that_train_it_or_its_use_is_refused() -> None:
+    program = Program(model=Named, x=numbers(12, 8), y=classes(12, 3), loop=frozen_behind_an_epoch)
+    plans = {"ddp": program.plan("ddp"), "tensor": program.plan("tensor")}
+    plans["1f1b"] = staged(plans["tensor"], (1, 1), microbatches=2)
+    alone = program.alone()
+    by_rank = run_ranks(2, job_of, program, plans, threads=1, timeout_s=120)
+    for found in by_rank:
+        for name in ("ddp", "1f1b"):
+            assert found[f"{name}, frozen"] == "allowed"
+            assert max(float((found[name][n] - t).abs().max()) for n, t in alone.items()) < 1e-12
+        assert "the model that was handed to asa.Job is used" in found["tensor, frozen"]
+        assert found["ddp, penalised"] == "allowed" != found["tensor, penalised"]
+        assert "ranks train others in its place" in found["1f1b, penalised"]
+        assert all(found[f"{name}, loaded"] for name in plans)

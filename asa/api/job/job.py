@@ -39,6 +39,7 @@ from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
+from asa.api.tensors.retired import retire_in_job
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
@@ -260,6 +261,7 @@ class Job:
                 keep_template=replans, runs_discipline=True, isolated=late,
             )  # fmt: skip
             built.meet = votes.meet
+            retire_in_job(model, built.components)
             templates[:] = [] if built.template is None else [built.template]
             lines = differences(new_plan, built, norms, writes, batch_norm)
             for line in lines if context.rank == 0 else ():
