@@ -1,5 +1,5 @@
 """Programs as training recipes have them: reductions of shards changed in place, parameters of unlike types, statistics
-gathered before the model is called, groups found through modules, the model of a Job."""
+gathered before the model is called, groups found through modules, models of a Job."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import asa
 from asa.errors import UsageError
@@ -176,3 +177,35 @@ def test_a_model_in_a_job_is_changed_on_the_ranks_that_train_it_or_its_use_is_re
         assert found["ddp, penalised"] == "allowed" != found["tensor, penalised"]
         assert "ranks train others in its place" in found["1f1b, penalised"]
         assert all(found[f"{name}, loaded"] for name in plans)
+
+
+class Scaled(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.head(x * scale)  # type: ignore[no-any-return]
+
+
+def test_a_job_passes_several_inputs_of_which_the_loader_makes_a_list() -> None:
+    x, scale, y = numbers(8, 8), numbers(8, 8, seed=2), classes(8, 3)
+    samples: Any = [((x[i], scale[i]), y[i]) for i in range(8)]
+    states = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = Scaled().double()
+        opt, batches = torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(samples, 4)
+        if states:
+            asa.Job(net, opt, batches, nn.functional.cross_entropy, cache=None).run(epochs=1)
+        else:
+            epochs(
+                net,
+                opt,
+                [((a, b), c) for (a, b), c in batches],
+                lambda net, x, y: nn.functional.cross_entropy(net(*x), y),
+            )
+        states.append(net.state_dict())
+    assert all(torch.allclose(t, states[1][n], rtol=1e-12) for n, t in states[0].items())

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.arguments import check_training, read
-from asa.api.calls import Call
+from asa.api.calls import Call, requires_several
 from asa.api.job.executor import UserData, UserExecutor
 from asa.api.job.log import begin, concluded
 from asa.api.job.loss import LossWeight, copied
@@ -181,7 +181,7 @@ class Job:
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
         same_weights(context, model)
-        divide = split or _pair
+        divide = split or (_several_and_labels if requires_several(model) else _pair)
         if example_input is None:
             example_input = divide(batches.example())[0]
         call, why = find_call(context, model, batches, example_input)
@@ -422,6 +422,12 @@ def _several(batches: GlobalBatches, divide: Callable[[Any], tuple[Any, Any]]) -
         return Call(divide(batches.example(min(SEVERAL, batches.batch_size))))
     except Exception:  # whatever a data set or a collate_fn raises
         return None
+
+
+def _several_and_labels(batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels for a model of several inputs, of which torch's loaders make a list."""
+    inputs, labels = _pair(batch)
+    return (tuple(inputs) if type(inputs) is list else inputs), labels
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
