@@ -114,7 +114,7 @@ class Watched:
 
 BY_HAND = (
     "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
-    "copies", "varied", "fresh",
+    "copies", "varied", "fresh", "recipe",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {

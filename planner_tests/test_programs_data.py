@@ -49,6 +49,12 @@ def padded(rows: list[Any]) -> Any:
     return pad_sequence([r[0] for r in rows], batch_first=True), torch.tensor([r[1] for r in rows])
 
 
+def named(rows: list[Any]) -> Any:
+    """Padded, with names, a pair of numbers, and a table of as many rows as a batch has samples."""
+    x, y = padded(rows)
+    return {"x": x, "y": y, "names": [f"{len(r[0])}.png" for r in rows], "size": (6, 4), "table": torch.eye(6)}
+
+
 def mixed(rows: list[Any]) -> Any:
     x, y = padded([(r[0][:2], r[1]) for r in rows])
     return 0.7 * x + 0.3 * x.roll(1, 0), y
@@ -91,6 +97,7 @@ def seeded() -> torch.Generator:
 
 LOADERS: dict[str, Any] = {
     "padded to the longest": lambda: DataLoader(Series(), 6, collate_fn=padded),
+    "padded, names and a table beside": lambda: DataLoader(Series(), 6, collate_fn=named),
     "mixed in collate": lambda: DataLoader(Series(), 6, shuffle=True, generator=seeded(), collate_fn=mixed),
     "workers that stay": lambda: DataLoader(
         even(), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
@@ -104,11 +111,20 @@ LOADERS: dict[str, Any] = {
 
 def train(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     for _ in range(2):
-        for x, y in batches:
+        for batch in batches:
+            x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+            assert not isinstance(batch, dict) or named_alike(batch)
             opt.zero_grad()
             F.cross_entropy(net(x), y).backward()
             opt.step()
     return net.state_dict()
+
+
+def named_alike(batch: dict[str, Any]) -> bool:
+    """Whether names are those of the samples that are there, and the others as they were made."""
+    lengths = [int(n.removesuffix(".png")) for n in batch["names"]]
+    right = [bool(x[:n].ne(0).all() and not x[n:].any()) for x, n in zip(batch["x"], lengths, strict=True)]
+    return all(right) and batch["size"] == (6, 4) and torch.equal(batch["table"], torch.eye(6))
 
 
 def placed(name: str, strategy: str, net: nn.Module, cache: Path | None) -> Any:

@@ -65,6 +65,12 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
+def smoothed(z: Tensor, y: Tensor) -> Tensor:
+    """Two cross-entropies of the same targets, weighed and smoothed, some of them ignored."""
+    y = torch.where(y == 2, -100, y)
+    return F.cross_entropy(z, y, weight=WEIGHTS, label_smoothing=0.1) + 0.5 * F.cross_entropy(z * 2, y, weight=WEIGHTS)
+
+
 def program(mixing: bool = False) -> Program:
     return Program(
         model=lambda: nn.Sequential(nn.Linear(5, 8), Centred() if mixing else nn.GELU(), nn.Linear(8, 3)),
@@ -77,6 +83,7 @@ def trained(_rank: int, plans: dict[bool, Plan]) -> dict[str, Any]:
     cases = {
         "by its norm": lambda z, _y: ByItsNorm.apply(z), "of few": of_few, "annealed": Annealed(),
         "mean": F.cross_entropy, "mixing": F.cross_entropy, "weighted": weighted,
+        "smoothed": smoothed,
     }  # fmt: skip
     for name, loss in cases.items():
         text = io.StringIO()
@@ -107,11 +114,12 @@ def test_what_is_no_mean_is_refused_or_named_and_a_validation_loss_is_that_of_on
     assert any("was not checked: it does not take the whole batch" in line for line in by_rank[0]["of few"])
     assert any("from other samples of the batch" in line for line in by_rank[0]["mixing"])
 
-    net, opt, batches = program().made()
-    for x, y in batches:
-        opt.zero_grad()
-        weighted(net(x), y).backward()
-        opt.step()
-    x, y = numbers(10, 5, seed=3), classes(10, 3, seed=4)
-    for found in by_rank:
-        assert abs(found["weighted, held out"] - float(weighted(net(x), y).detach())) < 1e-10
+    held_out = numbers(10, 5, seed=3), classes(10, 3, seed=4)
+    for name, loss in (("weighted", weighted), ("smoothed", smoothed)):
+        net, opt, batches = program().made()
+        for x, y in batches:
+            opt.zero_grad()
+            loss(net(x), y).backward()
+            opt.step()
+        for found in by_rank:
+            assert abs(found[f"{name}, held out"] - float(loss(net(held_out[0]), held_out[1]).detach())) < 1e-10

@@ -95,6 +95,12 @@ def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
     yield Call((batch,))
 
 
+def requires_several(model: nn.Module) -> bool:
+    """Whether ``model`` cannot be called with one input."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is p.empty for p in _parameters(model) if p.kind in positional) > 1
+
+
 def why_not(model: nn.Module, call: Call) -> str:
     """Why ``model`` fails with this call; empty if it runs. The model is left unchanged; parameters that its forward
     writes are known to :func:`asa.tracing.preserve.written` then."""

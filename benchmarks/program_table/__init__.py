@@ -109,6 +109,7 @@ def table() -> dict[str, Program]:
         outside,
         public,
         published,
+        recipes,
         scripts,
         strange,
         trainers,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.arguments import check_training, read
-from asa.api.calls import Call
+from asa.api.calls import Call, requires_several
 from asa.api.job.executor import UserData, UserExecutor
 from asa.api.job.log import begin, concluded
 from asa.api.job.loss import LossWeight, copied
@@ -39,6 +39,7 @@ from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
+from asa.api.tensors.retired import retire_in_job
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
@@ -180,7 +181,7 @@ class Job:
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
         same_weights(context, model)
-        divide = split or _pair
+        divide = split or (_several_and_labels if requires_several(model) else _pair)
         if example_input is None:
             example_input = divide(batches.example())[0]
         call, why = find_call(context, model, batches, example_input)
@@ -260,6 +261,7 @@ class Job:
                 keep_template=replans, runs_discipline=True, isolated=late,
             )  # fmt: skip
             built.meet = votes.meet
+            retire_in_job(model, built.components)
             templates[:] = [] if built.template is None else [built.template]
             lines = differences(new_plan, built, norms, writes, batch_norm)
             for line in lines if context.rank == 0 else ():
@@ -420,6 +422,12 @@ def _several(batches: GlobalBatches, divide: Callable[[Any], tuple[Any, Any]]) -
         return Call(divide(batches.example(min(SEVERAL, batches.batch_size))))
     except Exception:  # whatever a data set or a collate_fn raises
         return None
+
+
+def _several_and_labels(batch: Any) -> tuple[Any, Any]:
+    """Inputs and labels for a model of several inputs, of which torch's loaders make a list."""
+    inputs, labels = _pair(batch)
+    return (tuple(inputs) if type(inputs) is list else inputs), labels
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from asa.api.losses.tape import MOST_BYTES
-from asa.api.losses.terms import denominator_of, is_mean_cross_entropy
+from asa.api.losses.terms import denominator_of_sum
 from asa.api.losses.trial import tolerance
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
@@ -74,7 +74,7 @@ class JobLoss:
 
     def _denominator(self, loss: Tensor, labels: Any) -> float | None:
         """What a mean ``loss`` was divided by; None for its number of samples."""
-        return float(self._weight(labels)) if callable(self._weight) else _of_cross_entropy(loss)
+        return float(self._weight(labels)) if callable(self._weight) else denominator_of_sum(loss)
 
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
         """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
@@ -135,7 +135,8 @@ class JobLoss:
             f"the loss is not a mean over samples: over the whole batch it is {whole_loss:.6g}, put together from "
             f"microbatches and ranks it would be {loss:.6g} ({off:.1%} apart), and gradients of the outputs differ by "
             f"{gradients:.1%}; say weight=, a function of the labels that gives what the mean divides by, or "
-            "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch"
+            "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch, and a sum of losses "
+            "that divide by different targets is right under asa.parallelize"
         )
         if first:
             raise UsageError(text)
@@ -255,8 +256,3 @@ def copied(loss_fn: Any) -> Any:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _of_cross_entropy(loss: Tensor) -> float | None:
-    """Denominator of a loss that is a mean cross-entropy and nothing else; None for other losses."""
-    return denominator_of(loss.grad_fn) if loss.grad_fn is not None and is_mean_cross_entropy(loss.grad_fn) else None

@@ -8,7 +8,7 @@ these functions returns gradients of this mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from asa.api.losses.tape import Watched, as_plain
 from asa.api.losses.terms import LearningModel, current
 from asa.api.messages import say
 from asa.api.rank_context import meet_at
+from asa.api.steps.registrations import watched_models
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
@@ -39,9 +40,12 @@ def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | No
         UsageError: there are several ranks, and no model was called yet, or another rank does something else.
     """
     model = current()
+    if model is None or model.share is None:  # the loop has a batch of another, which it has not called yet
+        reading = [m for m in watched_models() if m.share is not None]
+        model = cast(LearningModel, reading[0]) if len(reading) == 1 else model
     if model is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UsageError("no model of asa.parallelize was called yet: call it first, in this very step")
+            raise UsageError("no model of asa.parallelize was called yet: call it first, or take a batch of its loader")
         return None
     if model.parallel is None or model.rank_context.ranks == 1:
         return None

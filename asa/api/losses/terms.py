@@ -129,6 +129,9 @@ _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward
 _RELATED, _FOLLOWED = "asa_beside", "AliasBackward0"
 """Key in a node's metadata for related nodes; name of the node that a recorded tensor gets
 (:mod:`asa.api.losses.tape`)."""
+_PRODUCTS = ("MulBackward", "DivBackward")
+_LINEAR = (*_PRODUCTS, *(f"{name}Backward" for name in ("Add", "Sub", "Neg", "Stack", "Sum", "Alias")))
+"""Nodes of sums and of multiples, without the number at the end."""
 _GATHERED = "_ToTorchTensorBackward"
 """Name of the node at which ``full_tensor()`` makes a plain tensor of a sharded one."""
 
@@ -312,6 +315,46 @@ def is_mean_cross_entropy(node: Any) -> bool:
 def denominator_of(node: Any) -> float:
     """What a mean cross-entropy divides by, according to its ``node``."""
     return float(node._saved_total_weight)
+
+
+def denominator_of_sum(loss: Tensor) -> float | None:
+    """What ``loss`` divides by if it is a sum of multiples of mean cross-entropies of the same targets (smoothed, those
+    of auxiliary heads) and nothing else; otherwise None."""
+    terms: list[Any] = []
+    smoothing: list[Any] = []
+    pending = [loss.grad_fn]
+    while pending and len(terms) + len(smoothing) <= _MOST_TERMS:
+        node: Any = pending.pop()
+        if node is None:
+            return None
+        if is_mean_cross_entropy(node):
+            terms.append(node)
+        elif _smoothed(node) is not None:
+            smoothing.append(node)
+        else:
+            found = [following for following, _ in node.next_functions if following is not None]
+            name = node.name().rstrip("01")
+            if name not in _LINEAR or (name in _PRODUCTS and len(found) != 1):
+                return None
+            pending += found
+    if pending or not terms or not all(_divide_alike(terms[0], other) for other in terms[1:]):
+        return None
+    below = [term.next_functions[0][0] for term in terms]
+    divided_by = denominator_of(terms[0])
+    if all(_smoothed(n) in below and isclose(float(n._saved_other), divided_by, rel_tol=1e-5) for n in smoothing):
+        return divided_by
+    return None
+
+
+def _divide_alike(one: Any, other: Any) -> bool:
+    """Whether two mean cross-entropies divide by the weight of the same targets."""
+    targets = [node._saved_target.flatten() for node in (one, other)]
+    return (
+        one._saved_ignore_index == other._saved_ignore_index
+        and torch.equal(*targets)
+        and (one._saved_weight is None) == (other._saved_weight is None)
+        and (one._saved_weight is None or torch.equal(one._saved_weight, other._saved_weight))
+    )
 
 
 def _differs_from_rows(node: Any, rows: int) -> bool:

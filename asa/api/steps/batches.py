@@ -36,6 +36,10 @@ Rows = Callable[[int], list[int]]
 """Function from the number of samples in a batch to the rows that this rank loads."""
 
 
+Place = tuple[int, ...]
+"""Numbers of the children on the way to a part of a batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """A rank's share of one global batch: ``rows`` of ``total``, and the batch made of them (None without rows).
@@ -96,9 +100,12 @@ def rows_made(batch: Any, samples: int) -> int:
     )
 
 
-def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
+def rows_of(
+    batch: Any, rows: Sequence[int], total: int | None = None, per_sample: frozenset[Place] | None = None
+) -> Any:
     """The given rows of every tensor and array in ``batch`` that has one row per sample, and of every list inside it
     that has one entry per sample. ``total``: number of samples, if known; otherwise :func:`samples_in` determines it.
+    ``per_sample``: where these are, if known (:func:`places_per_sample`).
 
     Raises:
         UsageError: no tensor has ``total`` rows.
@@ -109,20 +116,56 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     elif not any(t.shape[:1] == (total,) for t in tensors_of(batch)):
         raise UsageError(f"labels of type {type(batch).__name__} have no tensor with a row for each of {total} samples")
     consecutive = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
+    found: list[Place] = []
 
-    def selected(leaf: Any) -> Any:
-        if listed(leaf):
-            return type(leaf)(leaf[i] for i in indices)
-        if not hasattr(leaf, "dtype") or getattr(leaf, "shape", ())[:1] != (total,):
-            return leaf
-        return leaf[indices[0] : indices[0] + len(indices)] if consecutive else leaf[indices]
+    def selected(node: Any, place: Place) -> Any:
+        if _has_rows(node, total, place) and (per_sample is None or place in per_sample):
+            found.append(place)
+            if isinstance(node, list | tuple):
+                return type(node)(node[i] for i in indices)
+            return node[indices[0] : indices[0] + len(indices)] if consecutive else node[indices]
+        children, structure = _children(node)
+        if structure is None:
+            return node
+        parts = [selected(child, (*place, i)) for i, child in enumerate(children)]
+        return pytree.tree_unflatten(parts, structure)
 
-    def listed(node: Any) -> bool:
-        if node is batch or type(node) not in (list, tuple) or len(node) != total:
-            return False
-        return not tensors_of(node)
+    result = selected(batch, ())
+    if per_sample is not None and len(found) < len(per_sample):  # a batch of another form
+        return rows_of(batch, rows, total)
+    return result
 
-    return pytree.tree_map(selected, batch, is_leaf=listed)
+
+def places_per_sample(small: Any, large: Any, sizes: tuple[int, int], place: Place = ()) -> frozenset[Place] | None:
+    """Where two batches of ``sizes`` samples have one row, or one entry of a list without tensors, per sample; None if
+    they differ elsewhere, too."""
+    if _has_rows(small, sizes[0], place) and _has_rows(large, sizes[1], place):
+        return frozenset([place])
+    (children, structure), (others, _) = _children(small), _children(large)
+    if type(small) is not type(large) or len(children) != len(others):
+        return None
+    if structure is None:
+        return frozenset() if not isinstance(small, Tensor) or small.shape == large.shape else None
+    found: frozenset[Place] = frozenset()
+    for i, (one, other) in enumerate(zip(children, others, strict=True)):
+        more = places_per_sample(one, other, sizes, (*place, i))
+        if more is None:
+            return None
+        found |= more
+    return found
+
+
+def _has_rows(node: Any, samples: int, place: Place) -> bool:
+    """Whether ``node`` is a tensor, an array or, within a batch, a list without tensors, of so many rows."""
+    if type(node) in (list, tuple):
+        return bool(place) and len(node) == samples and not tensors_of(node)
+    return hasattr(node, "dtype") and getattr(node, "shape", ())[:1] == (samples,)
+
+
+def _children(node: Any) -> tuple[list[Any], Any]:
+    """What ``node`` consists of, and its structure (None: it is a leaf)."""
+    children, structure = pytree.tree_flatten(node, is_leaf=lambda part: part is not node)
+    return ([], None) if len(children) == 1 and children[0] is node else (children, structure)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -200,6 +243,7 @@ class GlobalBatches:
         self._keys: Sequence[Any] = ()
         self._warned_of_samples = False
         self.custom_collate = self._collates_whole = self._draws = False
+        self._per_sample: frozenset[Place] | None = None
         if self.indexed:
             self._preset = _PresetBatches()
             self._orders = Orders(loader, votes)
@@ -239,9 +283,10 @@ class GlobalBatches:
         return rows_of(batch, range(min(samples, samples_in(batch))))
 
     def _cuts_into_rows(self) -> bool:
-        """Whether a whole batch can be collated as on one device and then cut into rows: every tensor has one row per
-        sample, or the same shape for any number of samples. Also records whether random numbers are drawn."""
-        shapes = []
+        """Whether a whole batch can be collated as on one device and then cut into rows: every tensor, and every list
+        without tensors, has one row per sample, or the same shape for any number of samples. Also records which have,
+        and whether random numbers are drawn."""
+        made: list[Any] = []
         try:
             with restored_afterwards(self.loader):
                 before = generators_now()
@@ -249,13 +294,13 @@ class GlobalBatches:
                     batch = understood(self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)]))
                     self._draws = self._draws or generators_now() != before
                     self._draws = self._draws or not self._reads_alike()
-                    leaves = pytree.tree_leaves(batch)
-                    shapes.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
+                    made.append(batch)
         except Exception:  # any error of the data set or the collate_fn: each rank collates its own samples
             return False
-        small, large = shapes[0], shapes[-1]
-        rows = [a == b or (a and b and (a[0], b[0]) == (n, m)) for (a, n), (b, m) in zip(small, large, strict=False)]
-        return len(small) == len(large) and all(rows) and any(a and a[0] == n for a, n in small)
+        if self.custom_collate:
+            self._per_sample = places_per_sample(made[0], made[1], (2, 3))
+            return self._per_sample is not None and 2 in _rows_in(made[0])
+        return True
 
     def _reads_alike(self) -> bool:
         """Whether the first sample is the same when read again."""
@@ -387,7 +432,7 @@ class GlobalBatches:
             if together and rows:
                 if (made := rows_made(batch, total)) != total:  # the collate_fn left samples out, or joined some
                     total, rows = made, self._rows(made)
-                batch = rows_of(batch, rows, total)
+                batch = rows_of(batch, rows, total, self._per_sample)
             yield Share(total=total, rows=rows, first=first, batch=batch)
 
     def pass_ended(self) -> None:

@@ -179,6 +179,10 @@ def _full_copy(tensor: Any) -> Tensor:
 
 def _put(tensor: Any, full: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
+        if any(p.is_partial() for p in tensor.placements):  # a norm, say: torch would write into a copy
+            whole = DTensor.from_local(full, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+            tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+            return
         tensor.detach().copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 

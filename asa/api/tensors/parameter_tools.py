@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import init
 from torch.nn.utils import convert_parameters
+from torch.optim import Optimizer
 
 from asa.api.patching import replace_once
 from asa.errors import UsageError
@@ -44,6 +45,7 @@ def understood_by_torch(parameters: Iterable[Tensor]) -> None:
         if attribute not in Tensor.__dict__:
             setattr(Tensor, attribute, _Wholly(attribute))
     replace_once(Tensor, "set_", _set_wholly)
+    replace_once(Optimizer, "add_param_group", _in_one_group)
     _replace_code(convert_parameters.parameters_to_vector, _to_vector)
     _replace_code(convert_parameters.vector_to_parameters, _to_parameters)
 
@@ -71,6 +73,29 @@ class _Wholly:
 
     def __delete__(self, tensor: Tensor) -> None:
         self._original.__delete__(tensor)
+
+
+def _in_one_group(original: Callable[..., None]) -> Callable[..., None]:
+    """A group of an optimizer with views of the whole in place of parts, which ``model.modules()`` has."""
+
+    @functools.wraps(original)
+    def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        listed, views = param_group["params"], list[Any]()
+        if isinstance(listed, Iterable) and not isinstance(listed, Tensor | set):
+            views = [tuple(map(view_of_whole, p)) if isinstance(p, tuple) else view_of_whole(p) for p in listed]
+            param_group["params"] = views
+        try:
+            original(optimizer, param_group)
+        except ValueError as error:
+            if "more than one parameter group" not in str(error) or not any(isinstance(p, TensorPart) for p in views):
+                raise
+            raise UsageError(
+                f"{error}: where ranks hold parts, a parameter of model.modules() is another object than that of "
+                "model.parameters(); tell them apart by name (model.named_parameters()), or make the optimizer before "
+                "asa.parallelize"
+            ) from error
+
+    return add_param_group
 
 
 def _set_wholly(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -6,13 +6,14 @@ A list of them would silently be read, clipped, averaged or updated in place of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from asa.api.tensors.numbers import run_plain
 from asa.errors import UsageError
+from asa.sharding.split.of_rank import writes
 
 _KNOWN = {
     "shape", "size", "dim", "ndim", "numel", "nelement", "dtype", "device", "layout", "requires_grad", "itemsize",
@@ -35,6 +36,48 @@ class RetiredParameter(nn.Parameter):
                 "and ranks now train another in its place: list model.parameters() anew"
             )
         return run_plain(func, args, kwargs or {})
+
+
+class ReplacedParameter(RetiredParameter):
+    """A parameter of a model that was handed to ``asa.Job``, where this rank trains another in its place. Weights may
+    be copied into it, which makes it a plain parameter again."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], ReplacedParameter):
+            replaced: Any = args[0]
+            replaced.__class__ = nn.Parameter
+            return run_plain(func, args, kwargs or {})
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except UsageError as error:
+            raise UsageError(
+                "a parameter of the model that was handed to asa.Job is used, and ranks train others in its place: "
+                "change parameters before the job is made; model.load_state_dict(job.state_dict(), assign=True) gives "
+                "the model its weights"
+            ) from error
+
+
+class ParameterElsewhere(ReplacedParameter):
+    """The same, where another rank trains it. What changes it there has no effect here, and is allowed."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        of_data = name == "__get__" and getattr(func.__self__, "__name__", "") == "data"
+        if of_data or name == "__set__" or (writes(name) and name != "copy_") or name == "requires_grad_":
+            return run_plain(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def retire_in_job(model: nn.Module, components: Iterable[nn.Module]) -> None:
+    """Refuse every further use of the parameters of ``model`` that are not among those of ``components``, which this
+    rank trains."""
+    here = {name: p for component in components for name, p in component.named_parameters(remove_duplicate=False)}
+    live = set(map(id, here.values()))
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) not in live and type(p) is nn.Parameter:
+            p.__class__ = ReplacedParameter if name in here else ParameterElsewhere
 
 
 def retire(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:

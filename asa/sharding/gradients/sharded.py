@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -108,20 +109,32 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     for p in module.parameters():
         if not p.is_contiguous():  # channels last: a part of it would not be contiguous
             p.data = p.data.contiguous()
-    scalars = {p for p in module.parameters() if not p.dim()}
-    for component in module.get_submodule("components").children():
-        if any(p.dim() for p in component.parameters()):
-            fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
+    components = list(module.get_submodule("components").children())
+    kept = {p for component in components for p in _kept_whole(component)}
+    for component in components:
+        if not kept.issuperset(component.parameters()):
+            fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=kept)
             directly(component)
-    fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
+    fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=kept)
     module.__dict__[GATHERED_ONCE] = not release
     module.__dict__[UNREACHED] = Unreached(module)
     for unit in module.modules():
         for group in _groups_of(unit):
             for p in group.fsdp_params:
                 p.sharded_param.__dict__[_OWNER] = p
-    # Parameters without a dimension to shard (temperatures, gains) are whole on every rank.
-    return replicated(module, replace(axis, alike=True), only=scalars) if scalars else module
+    return replicated(module, replace(axis, alike=True), only=kept) if kept else module
+
+
+def _kept_whole(component: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that every rank keeps whole: those without a dimension to shard (temperatures, gains), and those of
+    another floating type than most of the component (complex weights, a head in float32), which FSDP refuses."""
+    sizes = Counter[torch.dtype]()
+    for p in component.parameters():
+        sizes[p.dtype] += p.nbytes if p.dtype.is_floating_point or p.dtype.is_complex else 0
+    usual = max(sizes, key=lambda kind: sizes[kind], default=None)
+    for p in component.parameters():
+        if not p.dim() or (sizes[p.dtype] and p.dtype != usual):
+            yield p
 
 
 @torch.no_grad()
