@@ -263,6 +263,7 @@ def test_a_trace_that_cannot_be_written_is_one_document(place, capsys):
 
 def test_a_component_strategy_is_answered_with_the_name_of_the_whole_one(capsys):
     assert "of the whole model it is called fsdp" in refused(capsys, 2, "plan", "--strategies", "zero3")
+    assert "no strategy 'Fdsp'; did you mean fsdp?" in refused(capsys, 2, "plan", "--strategies", "Fdsp")
 
 
 def test_nothing_to_resume_is_7_and_leaves_nothing(place, capsys):

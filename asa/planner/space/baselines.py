@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def check(requested: tuple[str, ...], strategies: Strategies, gpus: int) -> None
         if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(offered)}")
         called = "; of the whole model it is called fsdp" if name == "zero3" else ""
-        raise UsageError(f"no strategy {name!r}{called}; one of {', '.join((*offered, *NAMES))}")
+        near = "".join(f"; did you mean {n}?" for n in get_close_matches(name.lower(), (*offered, *NAMES), n=1))
+        raise UsageError(f"no strategy {name!r}{called or near}; one of {', '.join((*offered, *NAMES))}")
 
 
 def check_request(cluster: Cluster | None, strategies: Strategies, request: Request) -> None:
