@@ -198,7 +198,9 @@ def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         same_dtype = [t for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in same_dtype])
-        if weight != 1:
+        if weight == 0:  # also of what is not finite, such as a mask of -inf
+            flat.zero_()
+        elif weight != 1:
             flat *= weight
         dist.all_reduce(flat, group=axis.group)
         flat /= axis.size
