@@ -39,7 +39,7 @@ def _made(name: str) -> tuple[Net, torch.optim.Optimizer]:
     net = Net().double()
     if name == "adamw":
         return net, torch.optim.AdamW(net.parameters(), lr=0.02)
-    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, maximize=name == "most")
 
 
 def _batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -114,6 +114,39 @@ def test_clipping_states_and_buffers_of_workers_on_their_own_are_as_by_hand():
             for key, value in weights.items():
                 torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13, msg=f"{ranks[-1]}: {key}")
             assert of_optimizer == pytest.approx(state, rel=1e-9), ranks[-1]
+
+
+def _downpour(name: str, sizes: list[int]) -> dict[str, Tensor]:
+    """Weights of one worker that pushes the mean gradient of every two steps, and of what is left at an epoch's end."""
+    (net, _), (served, optimizer) = _made(name), _made(name)
+    group = optimizer.param_groups[0]
+    for _ in range(EPOCHS):
+        since: list[tuple[int, list[Tensor]]] = []
+        for at, (x, y) in enumerate(_batches(sizes), 1):
+            gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+            since.append((len(x), list(gradients)))
+            samples, usual = sum(n for n, _ in since), group["lr"]
+            with torch.no_grad():
+                if len(since) < 2 and at < len(sizes):
+                    for p, g in zip(net.parameters(), gradients, strict=True):
+                        p.add_(g, alpha=(1 if group["maximize"] else -1) * usual * len(x) / sizes[0])
+                    continue
+                for p, *each in zip(served.parameters(), *(g for _, g in since), strict=True):
+                    p.grad = sum(g * n / samples for g, (n, _) in zip(each, since, strict=True))
+                group["lr"] = usual * samples / sizes[0]
+                optimizer.step()
+                group["lr"], since = usual, []
+                for p, q in zip(net.parameters(), served.parameters(), strict=True):
+                    p.copy_(q)
+    return dict(served.state_dict())
+
+
+def test_one_worker_of_downpour_begins_every_epoch_with_a_whole_period_and_may_maximise():
+    cases = [("downpour:period=2", name, [12, 12, 7], None) for name in ("adamw", "most")]
+    (ranks,) = run_ranks(1, _jobs, cases, threads=1, timeout_s=120)
+    for (found, _), (_, name, sizes, _) in zip(ranks, cases, strict=True):
+        for key, value in _downpour(name, sizes).items():
+            torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13, msg=f"{name}: {key}")
 
 
 def test_a_round_in_which_nobody_trained_moves_no_outer_weights():
