@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import asa
 from asa.api.job.schedules import Schedules
+from asa.errors import UsageError
 from asa.executor.consistency.quorum import AveragingRounds
 from asa.ir.consistency import parse
 from asa.launch import run_ranks
@@ -163,6 +164,37 @@ def test_a_schedule_of_steps_that_another_takes_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedules.stepped()  # servers have made the step
+
+
+def _frozen_and_not(rank: int) -> list[Any]:
+    """What each of some disciplines says to weights that are trained later, and a sum of weights that were frozen
+    within a period."""
+    said: list[Any] = []
+    for text in ("local_sgd:period=4", "diloco:period=2", "fedavg:period=2", "hogwild", "ps_sync"):
+        net, optimizer = _made("adamw")
+        net.scale.requires_grad_(False)
+        job = asa.Job(
+            net, optimizer, _batches([12] * 3), F.cross_entropy, strategies=(text,), cache=None, observe=False,
+            time_limit_s=0.1,
+        )  # fmt: skip
+        job.train_step()
+        for p in job.model.parameters():
+            p.requires_grad_(text != "local_sgd:period=4" or not p.dim())
+        try:
+            job.train_step()
+            job.state_dict()
+            said.append([float(p.detach().sum()) for p in job.model.parameters()])
+        except UsageError as error:
+            said.append(str(error))
+        job.close()
+    return said
+
+
+def test_weights_that_are_frozen_are_averaged_still_and_trained_later_are_or_are_refused():
+    (averaged, *refused), (of_other, *_) = run_ranks(WORKERS, _frozen_and_not, threads=1, timeout_s=120)
+    assert averaged == of_other
+    for line in refused:
+        assert "1 parameters (the first of shape []) are trained since a later step" in line
 
 
 def _hogwild(rank: int, out: str) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ class OuterSteps(LocalSteps):
 
     def step(self, batch: int) -> None:
         """Take an inner step, and average the fragment whose turn it is."""
+        self._flat.check_trained(self.discipline)
         self._inner_step(batch)
         self._count(batch)
         self._steps += 1

@@ -105,6 +105,7 @@ class SharedWeights(Conduct):
 
     def step(self, batch: int) -> None:
         """Update the shared weights, with a learning rate in proportion to this worker's samples."""
+        self._flat.check_trained(self.discipline)
         share = self.rows(batch) / self.model.plan.global_batch
         self.unscale(batch)
         groups = self.optimizer.param_groups

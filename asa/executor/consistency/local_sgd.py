@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from asa.executor.consistency.conduct import Conduct, average
 
@@ -22,18 +22,21 @@ class LocalSteps(Conduct):
     averages_statistics = "together with the weights"
     _steps_since = _own_samples = _all_samples = 0
     """Number of steps since the last average, and the numbers of samples in them: this worker's and all workers'."""
+    _trained: frozenset[nn.Parameter] = frozenset()
+    """Parameters that were trained since the last average."""
     _own_since_met = 0
     """Number of samples that this worker trained on since workers last synchronized."""
 
     def begin(self) -> None:
         """Reset the counters; all workers start from equal weights."""
         self._steps_since = self._own_samples = self._all_samples = 0
-        self._own_since_met = 0
+        self._own_since_met, self._trained = 0, frozenset()
 
     def step(self, batch: int) -> None:
         """Take a local step, and average weights if the period is over."""
         self.update(batch)
         self._count(batch)
+        self._trained |= {p for p in self.model.parameters() if p.requires_grad}
         self._steps_since += 1
         self._own_samples += self.rows(batch)
         self._all_samples += batch
@@ -43,8 +46,9 @@ class LocalSteps(Conduct):
     def average_weights(self) -> None:
         """Average weights, each worker weighted by its samples, and running statistics (collective)."""
         share = self._own_samples * self.axis.size / self._all_samples
-        average([p for p in self.model.parameters() if p.requires_grad], self.axis, share)
+        average([p for p in self.model.parameters() if p in self._trained], self.axis, share)
         self.average_buffers()
+        self._trained = frozenset()
         self._steps_since = self._own_samples = self._all_samples = 0
 
     def synchronize(self) -> None:

@@ -123,6 +123,7 @@ class Served(Conduct):
         """Push the gradient, wait until this worker may continue, and take the weights of the reply."""
         if self._flat is None:  # this process is a server only
             return
+        self._flat.check_trained(self.discipline)
         options = _options(self.optimizer)
         changed = {
             k for before, new in zip(self._options, options, strict=True) for k in new if new[k] != before.get(k)

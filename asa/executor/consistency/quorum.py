@@ -153,6 +153,7 @@ class QuorumSteps(Conduct):
 
     def step(self, batch: int) -> None:
         """Take an inner step, and average if the period is over."""
+        self._flat.check_trained(self.discipline)
         self.unscale(batch)
         self.optimizer.step()
         self._steps, self._samples = self._steps + 1, self._samples + self.rows(batch)
