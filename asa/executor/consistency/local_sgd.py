@@ -40,7 +40,7 @@ class LocalSteps(Conduct):
         self._steps_since += 1
         self._own_samples += self.rows(batch)
         self._all_samples += batch
-        if self._steps_since >= self.period_now():
+        if self._steps_since >= self.round_steps(self._steps_since):
             self.average_weights()
 
     def average_weights(self) -> None:
@@ -57,6 +57,16 @@ class LocalSteps(Conduct):
             self.average_weights()
         self.average_buffers()
         self._average_moments()
+
+    def state(self) -> dict[str, Tensor]:
+        """With periods that follow the learning rate, the last one, which determines whether the next one rises."""
+        known = {"local_sgd.rate": torch.tensor([self._rate_before], dtype=torch.float64)}
+        return known if self.discipline.growth else {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Continue with the learning rate of a saved run."""
+        if "local_sgd.rate" in state:
+            self._rate_before = float(state["local_sgd.rate"])
 
     def _count(self, batch: int) -> None:
         self._own_since_met += self.rows(batch)

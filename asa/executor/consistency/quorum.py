@@ -157,7 +157,7 @@ class QuorumSteps(Conduct):
         self.unscale(batch)
         self.optimizer.step()
         self._steps, self._samples = self._steps + 1, self._samples + self.rows(batch)
-        if self._steps >= self.period_now():
+        if self._steps >= self.round_steps(self._steps):
             weights = self._ask(_AVERAGE, self._change())
             assert weights is not None
             self._continue_from(weights)
