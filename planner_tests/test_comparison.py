@@ -12,7 +12,17 @@ import torch
 from asa.cli import bench_setup, emulated
 from asa.cli.commands import bench as verb
 from asa.cli.commands.bench import VERBS, one_of_each
-from asa.cli.comparison import FILLED, ModelBench, measure, notes, prepare, results, settings, side_by_side
+from asa.cli.comparison import (
+    FILLED,
+    ModelBench,
+    leave_out_rare,
+    measure,
+    notes,
+    prepare,
+    results,
+    settings,
+    side_by_side,
+)
 from asa.cli.console import Console
 from asa.cli.settings import arguments
 from asa.errors import UsageError
@@ -20,6 +30,7 @@ from asa.executor.measuring import benchmark
 from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint
+from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.report.pages import bench as page
 from asa.report.text.bench import clear_communication, near_chance
@@ -59,6 +70,20 @@ def test_what_does_not_fit_is_left_out_and_named_under_all_its_names():
     assert set(contest.plans) == {"asa", "ddp", "single"}
     assert set(contest.why_not) == {"hybrid", "tensor"}
     assert "--strategies" in contest.why_not["tensor"]
+
+
+def test_every_turn_has_an_exchange_of_every_plan_or_the_plan_is_left_out():
+    contest = _contest()
+    contest.plans = {
+        text: replace(_plan(text, 1.0 + i, 100, 1), consistency=parse(text))
+        for i, text in enumerate(("local_sgd:period=6", "diloco:period=50", "diloco:period=65", "local_sgd:growth=5"))
+    }
+    leave_out_rare(contest, 0.1)
+    assert set(contest.plans) == {"local_sgd:period=6", "diloco:period=50"}
+    assert "its workers exchange every 65 steps" in contest.why_not["diloco:period=65"]
+    assert "its workers exchange every 2500 steps" in contest.why_not["local_sgd:growth=5"]
+    plans = list(contest.plans.values())
+    assert [benchmark.turn_steps(p) for p in (plans, plans[:1], [nouns.plan("ddp")])] == [50, 6, 1]
 
 
 @pytest.mark.parametrize(("count", "told"), [(3, False), (5, False), (6, True)])

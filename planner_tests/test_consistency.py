@@ -100,15 +100,17 @@ def test_disciplines_that_promise_data_parallelism_keep_it_and_the_others_do_not
     assert all(torch.equal(w, by["ps_sync"][k]) for k, w in by["ps_bounded:window=0:max_age=0"].items())
 
 
-def test_a_period_that_follows_the_rate_is_the_shortest_while_the_rate_rises():
+def test_a_round_has_as_many_steps_as_the_rate_of_its_first_one_says_and_the_fewest_while_the_rate_rises():
     worker = object.__new__(LocalSteps)
     worker.discipline = parse("local_sgd:growth=0.2")
     worker.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     periods = []
     for rate in (0.001, 0.05, 0.1, 0.1, 0.05, 0.02):
         worker.optimizer.param_groups[0]["lr"] = rate
-        periods.append(worker.period_now())
+        periods.append(worker.round_steps(1))
     assert periods == [4, 4, 4, 4, 16, 100]
+    worker.optimizer.param_groups[0]["lr"] = 0.001
+    assert worker.round_steps(2) == 100, "the rates of later steps change nothing"
 
 
 def test_a_window_of_none_is_a_window_that_makes_nobody_wait():

@@ -427,6 +427,8 @@ def named_loaded():
     return DataLoader(named(), batch_size=6)
 def masked():
     return [{"input": x, "mask": x, "label": y} for x, y in zip(X, Y)]
+def bytes_in_rows():
+    return [(torch.full((8,), i, dtype=torch.uint8), i % 2) for i in range(20)]
 def unnamed():
     return [{"input": x, "kind": y} for x, y in zip(X, Y)]
 """
@@ -437,6 +439,19 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "own_data_here.py").write_text(FACTORIES)
     monkeypatch.delitem(sys.modules, "own_data_here", raising=False)
     return "own_data_here"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_that_does_not_exist_is_said_to_be_missing(kind):
+    with pytest.raises(InvalidInputError, match=r"there is no none\.file"):
+        opened(f"{kind}:none.file", "train", None)
+
+
+@pytest.mark.parametrize("shape", [None, (1, 1, 8)])
+def test_rows_of_bytes_are_no_images_to_be_shifted(module, shape):
+    with pytest.raises(UsageError, match="gives 8 numbers of uint8, which is for images"):
+        opened(f"{module}:bytes_in_rows", "train", shape)
+    assert opened(f"{module}:bytes_in_rows", "train", (1, 2, 4)).shape == (1, 2, 4)
 
 
 @pytest.mark.parametrize(

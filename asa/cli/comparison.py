@@ -124,6 +124,22 @@ def side_by_side(contest: ModelBench, free: int, *, shared: bool) -> list[Plan]:
     return [p for p in distinct if p in chosen]
 
 
+def leave_out_rare(contest: ModelBench, rate: float) -> None:
+    """Move plans to ``why_not`` whose workers exchange too rarely, at learning rate ``rate``, to do so in every turn: a
+    median over turns would leave their messages out."""
+    from asa.executor.measuring.benchmark import MOST_TURN_STEPS
+
+    for strategy, plan in list(contest.plans.items()):
+        period = 1 if plan.consistency is None else plan.consistency.period_at(rate)
+        if period > MOST_TURN_STEPS:
+            del contest.plans[strategy]
+            contest.why_not[strategy] = (
+                f"not run: its workers exchange every {period} steps, and strategies take turns of at most "
+                f"{MOST_TURN_STEPS}; ask for a period of {MOST_TURN_STEPS} or less, or use --study grid, where it has "
+                "a run of its own"
+            )
+
+
 def measure(
     contest: ModelBench,
     args: Arguments,
@@ -141,11 +157,13 @@ def measure(
     """
     from asa.executor.measuring.benchmark import BenchOptions, compare, turn_steps
     from asa.executor.measuring.benchmark import measure as run
+    from asa.executor.training.settings import LEARNING_RATE
     from asa.instruments.other_load import watching
     from asa.profiler.machine import choose_device, free_memory
     from asa.strategies import offered
     from asa.zoo.models import build
 
+    leave_out_rare(contest, args.lr or LEARNING_RATE[args.optimizer])
     plans = contest.distinct()
     if not plans:
         return

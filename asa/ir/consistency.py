@@ -108,8 +108,8 @@ class Discipline:
 
     Attributes:
         period: optimizer steps of a worker between two averages, or between two pushes; 1 to ``LONGEST``.
-        growth: coefficient of the quadratic synchronization rule (Gu et al. 2024): at learning rate r the period is
-            ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
+        growth: coefficient of the quadratic synchronization rule (Gu et al. 2024): a period that begins at learning
+            rate r has ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
         window: largest age, in global batches, of a gradient in flight before other workers wait for it. With 0 every
             step waits for all workers. None if no worker waits.
         max_age: gradients older than this are rejected; None if none is. The age of a gradient is the number of whole

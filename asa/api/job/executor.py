@@ -25,7 +25,7 @@ from asa.api.messages import say
 from asa.api.model.optimizers import Rebinding
 from asa.api.rank_context import RankContext
 from asa.api.steps.batches import GlobalBatches, Share, moved, rows_of, samples_in
-from asa.api.tensors.clipping import clip, understood_by_torch
+from asa.api.tensors.clipping import clip, clip_own, understood_by_torch
 from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
 from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
@@ -322,8 +322,10 @@ class UserExecutor(PlannedExecutor):
         loss_counter.note(loss / scale.value * share.total * float(model.counts_rows()), rows)
         faults.reached("all_reduce")
         if scale.unscale(model.parameters(), self._votes):
-            if self._max_norm is not None:
+            if self._max_norm is not None and worker.conduct is None:
                 clip(model, self._max_norm)
+            elif self._max_norm is not None and worker.conduct is not None:
+                clip_own(model, self._max_norm, worker.conduct.gradient_scale(share.total))
             faults.reached("optimizer")
             if worker.conduct is None:
                 worker.optimizer.step()

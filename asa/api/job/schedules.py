@@ -44,6 +44,7 @@ class Schedules:
     def stepped(self) -> None:
         """Step after an update."""
         if self._every == "step":
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns of a schedule before any step
             for each in self._schedulers:
                 each.step()
 

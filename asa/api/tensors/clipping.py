@@ -74,6 +74,15 @@ def clip(model: ParallelModel, max_norm: float) -> Tensor:
     return norm
 
 
+@torch.no_grad()
+def clip_own(model: ParallelModel, max_norm: float, weight: float) -> None:
+    """Scale this rank's gradients so that the norm of those of its own batch is at most ``max_norm``. They are
+    ``weight`` times these; with a weight of 0, the rank has no samples."""
+    if weight:
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        scale(model.parameters(), max_norm, norm / weight)
+
+
 def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
     """Patch ``torch.nn.utils.clip_grad_norm_`` so that parameters of ``model`` are clipped by the norm over all ranks.
     Without this, each rank would use the norm of its own shards. Other calls are unchanged. ``job``: the model is that

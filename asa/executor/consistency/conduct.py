@@ -142,12 +142,17 @@ class Conduct(ABC):
 
     _rate_before = 0.0
     """Learning rate of the step before this one."""
+    _round_steps = 0
+    """Number of steps of the current round."""
 
-    def period_now(self) -> int:
-        """Steps until the next average, at the learning rate of this step. While the rate rises (warm-up), it is the
-        shortest period, as at the peak: the low rates of a warm-up would give the longest."""
+    def round_steps(self, step: int) -> int:
+        """Number of steps of the round whose ``step``-th step (from 1) is taken now, by the learning rate of its first
+        step. If the rate rises there (warm-up), it is the shortest period, as at the peak: the low rates of a warm-up
+        would give the longest."""
         rising, self._rate_before = self.rate > self._rate_before, self.rate
-        return self.discipline.period if rising else self.discipline.period_at(self.rate)
+        if step == 1:
+            self._round_steps = self.discipline.period if rising else self.discipline.period_at(self.rate)
+        return self._round_steps
 
     def rows(self, batch: int) -> int:
         """Number of this worker's samples in a global batch of ``batch``."""
@@ -198,7 +203,9 @@ def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         same_dtype = [t for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in same_dtype])
-        if weight != 1:
+        if weight == 0:  # also of what is not finite, such as a mask of -inf
+            flat.zero_()
+        elif weight != 1:
             flat *= weight
         dist.all_reduce(flat, group=axis.group)
         flat /= axis.size

@@ -57,12 +57,13 @@ class OuterSteps(LocalSteps):
             torch.optim.SGD([p], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0)
             for p in self._outer
         ]
-        self._own_since_met = self._all_since_met = 0
+        self._own_since_met = 0
         self._steps, self._has_changed, self._sent = 0, [False] * len(self._outer), None
         self._samples_since = [(0, 0)] * len(self._outer)
 
     def step(self, batch: int) -> None:
         """Take an inner step, and average the fragment whose turn it is."""
+        self._flat.check_trained(self.discipline)
         self._inner_step(batch)
         self._count(batch)
         self._steps += 1

@@ -109,25 +109,9 @@ class FederatedAverage(OuterSteps):
         self._round_samples, self._round = 0, self._round + 1
         self._draw_clients()
 
-    def synchronize(self) -> None:
-        """Average everything that is not averaged yet, and the inner momenta. A client that never trained counts with
-        momentum 0."""
-        if not self.optimizer.state and any(self._has_changed):
-            self._create_optimizer_state()
-        super().synchronize()
-
-    @torch.no_grad()
-    def _create_optimizer_state(self) -> None:
-        """Make the optimizer create its state, all zeros, without changing weights."""
-        weights = self._flat.weights()
-        for p in self._flat.parameters:
-            p.grad = torch.zeros_like(p)
-        self.optimizer.step()
-        for p in self._flat.parameters:
-            p.grad = None
-        self._flat.put(weights)
-        for moment in self._moments():
-            moment.zero_()
+    def _count(self, batch: int) -> None:
+        if self.takes_part:
+            super()._count(batch)
 
     def state(self) -> dict[str, Tensor]:
         """The number of the next round, which determines who takes part."""

@@ -22,6 +22,7 @@ class FlatParameters:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         self.of_group: list[list[nn.Parameter]] = [
             [p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups
         ]
@@ -43,6 +44,26 @@ class FlatParameters:
             stop = start + sum(local(p).numel() for p in group)
             self.groups.append((start, stop))
             start = stop
+
+    def check_trained(self, discipline: object) -> None:
+        """Check that the parameters that are trained now are part of the vector.
+
+        Raises:
+            UsageError: one is trained only since the vector was made.
+        """
+        known = {*self.parameters}
+        later = [
+            list(p.shape)
+            for g in self._optimizer.param_groups
+            for p in g["params"]
+            if p.requires_grad and p not in known
+        ]
+        if later:
+            raise UsageError(
+                f"{len(later)} parameters (the first of shape {later[0]}) are trained since a later step "
+                f"(requires_grad_), and {discipline} exchanges those that were trained at the start: save, and resume "
+                "with a new job, or train under local_sgd or ddp"
+            )
 
     @torch.no_grad()
     def weights(self) -> Tensor:
@@ -87,7 +108,7 @@ class FlatParameters:
             shape = list(self.parameters[missing[0]].shape)
             raise UsageError(
                 f"parameter {missing[0]} of shape {shape} got no gradient in a step, but servers update all their "
-                "weights; freeze it (requires_grad_(False)), or train under ddp"
+                "weights; freeze it before training begins (requires_grad_(False)), or train under ddp"
             )
         flat = torch.cat([p.grad.reshape(-1) for p in self.parameters if p.grad is not None]).cpu()
         return flat if scale == 1 else flat.mul_(scale)

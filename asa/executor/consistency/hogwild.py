@@ -11,7 +11,9 @@ import contextlib
 import os
 import tempfile
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +22,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat_parameters import FlatParameters
 from asa.executor.consistency.parameter_servers import average_over_star
-from asa.executor.consistency.server import lower_momentum, momentum_changes
+from asa.executor.consistency.server import Raise, lower_momentum, momentum_changes
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
@@ -49,7 +51,7 @@ class SharedWeights(Conduct):
                 at += size
         self._wait_for_all()
         self.changes = momentum_changes(discipline, optimizer, len(model.processes))
-        self._raises = [lower_momentum(group, discipline, len(model.processes)) for group in optimizer.param_groups]
+        self._peaks = [self._lowered(dict(group)).most for group in optimizer.param_groups]
 
     def _wait_for_all(self) -> None:
         """Wait for all workers, unless this process takes the place of a lost one, for which nobody waits."""
@@ -103,14 +105,20 @@ class SharedWeights(Conduct):
 
     def step(self, batch: int) -> None:
         """Update the shared weights, with a learning rate in proportion to this worker's samples."""
+        self._flat.check_trained(self.discipline)
         share = self.rows(batch) / self.model.plan.global_batch
         self.unscale(batch)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate, raised in zip(self.optimizer.param_groups, rates, self._raises, strict=True):
-            group["lr"] = raised.of(rate) * share
+        groups = self.optimizer.param_groups
+        usual: list[dict[str, Any]] = [{k: g[k] for k in ("lr", "momentum") if k in g} for g in groups]
+        for group, peak in zip(groups, self._peaks, strict=True):
+            raised = replace(self._lowered(group), most=peak)
+            group["lr"] = raised.of(group["lr"]) * share
         self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, values in zip(groups, usual, strict=True):  # a checkpoint has the run's own
+            group.update(values)
+
+    def _lowered(self, group: dict[str, Any]) -> Raise:
+        return lower_momentum(group, self.discipline, len(self.model.processes))
 
     def synchronize(self) -> None:
         """Wait until no worker writes, and average running statistics (collective)."""

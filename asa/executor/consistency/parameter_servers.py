@@ -123,6 +123,7 @@ class Served(Conduct):
         """Push the gradient, wait until this worker may continue, and take the weights of the reply."""
         if self._flat is None:  # this process is a server only
             return
+        self._flat.check_trained(self.discipline)
         options = _options(self.optimizer)
         changed = {
             k for before, new in zip(self._options, options, strict=True) for k in new if new[k] != before.get(k)
@@ -138,7 +139,7 @@ class Served(Conduct):
         if self.discipline.period > 1:
             gradient = self._accumulate(gradient, samples, rates)
             samples = self._samples
-            if self._steps % self.discipline.period:
+            if self._steps < self.discipline.period:
                 return
         self._push(gradient, samples, rates)
 
@@ -150,7 +151,7 @@ class Served(Conduct):
             for (a, b), server_age in zip(self._slices, self._server_ages, strict=True)
         ]
         self._load_weights(self._ask(requests))
-        self._mean_gradient, self._samples = None, 0
+        self._mean_gradient, self._samples, self._steps = None, 0, 0
         self.optimizer.state.clear()  # the servers' own goes on; the first worker had it for a checkpoint
 
     def _accumulate(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
@@ -163,10 +164,12 @@ class Served(Conduct):
         if self._mean_gradient is not None:
             mean.mul_(earlier / self._samples).add_(gradient, alpha=samples / self._samples)
         self._mean_gradient = mean
-        if self._steps % self.discipline.period:
+        if self._steps < self.discipline.period:
             weights = self._flat.weights()
-            for rate, (a, b) in zip(rates, self._flat.groups, strict=True):
-                weights[a:b].sub_(gradient[a:b], alpha=rate * samples / self.model.plan.global_batch)
+            groups = zip(self.optimizer.param_groups, rates, self._flat.groups, strict=True)
+            for group, rate, (a, b) in groups:
+                signed = rate if group.get("maximize") else -rate
+                weights[a:b].add_(gradient[a:b], alpha=signed * samples / self.model.plan.global_batch)
             self._flat.put(weights)
         return mean
 

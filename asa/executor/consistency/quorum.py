@@ -116,13 +116,12 @@ class AveragingRounds:
         self.count += 1
         self.absences += len((self.workers - self._finished) - self._contributions.keys())
         samples = sum(count for _, count in contributions)
-        if not samples:  # nobody has trained since
-            samples, contributions = len(contributions), [(change, 1) for change, _ in contributions]
-        self.weights.grad = torch.zeros_like(self.weights)
-        for change, count in contributions:
-            self.weights.grad.add_(change, alpha=count / samples)
-        self.optimizer.step()
-        self.weights.grad = None
+        if samples:  # else nobody has trained since, and an outer step would go on by its momentum alone
+            self.weights.grad = torch.zeros_like(self.weights)
+            for change, count in contributions:
+                self.weights.grad.add_(change, alpha=count / samples)
+            self.optimizer.step()
+            self.weights.grad = None
         self._contributions, self._quorum_at = {}, None
         self._number += 1
         self._changed.notify_all()
@@ -154,10 +153,11 @@ class QuorumSteps(Conduct):
 
     def step(self, batch: int) -> None:
         """Take an inner step, and average if the period is over."""
+        self._flat.check_trained(self.discipline)
         self.unscale(batch)
         self.optimizer.step()
         self._steps, self._samples = self._steps + 1, self._samples + self.rows(batch)
-        if self._steps >= self.period_now():
+        if self._steps >= self.round_steps(self._steps):
             weights = self._ask(_AVERAGE, self._change())
             assert weights is not None
             self._continue_from(weights)

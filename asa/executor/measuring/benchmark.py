@@ -47,18 +47,21 @@ _MAX_ROUNDS = 200
 _STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
 """Limits of the time for which a plan runs alone while its devices are observed: seconds, share of the budget,
 steps."""
-_ASYNC_STEPS, _MOST_ASYNC_STEPS = 8, 64
+_ASYNC_STEPS, MOST_TURN_STEPS = 8, 64
 """Steps per turn if workers of some plan do not synchronize in every step: the usual and the largest number."""
 
 
 def turn_steps(plans: Sequence[Plan]) -> int:
     """Number of steps per turn. It is 1 if the workers of every plan synchronize in every step. Otherwise it is large
-    enough to show the effect of the period, and a multiple of all periods if that is below the limit."""
+    enough to show the effect of the period: a multiple of all periods, or of the longest if that is too many."""
     disciplines = [p.consistency for p in plans if p.consistency is not None]
     if not disciplines:
         return 1
-    period = math.lcm(*(d.period for d in disciplines))
-    return min(_MOST_ASYNC_STEPS, period * max(1, _ASYNC_STEPS // period))
+    periods = [d.period for d in disciplines]
+    every = math.lcm(*periods)
+    if every > MOST_TURN_STEPS:
+        every = max(periods)
+    return every * max(1, _ASYNC_STEPS // every)
 
 
 @dataclass(frozen=True, kw_only=True)

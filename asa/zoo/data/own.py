@@ -185,6 +185,11 @@ def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
             f"--data {spec} gives {_format(x)[0]}, the model takes {described(shape or x.shape[1:])}; give float32 for "
             "numbers, uint8 for images, or plan a model that reads tokens"
         )
+    if x.dtype == torch.uint8 and x.dim() == 2 and (shape is None or shape[1] == 1):
+        raise UsageError(
+            f"--data {spec} gives {_format(x)[0]} of uint8, which is for images: they would be shifted and mirrored; "
+            "give float32 for numbers"
+        )
     if shape is not None and shape[1] == 1 and x.dtype == torch.uint8 and x.dim() == 4 and x.shape[2] > 1:
         have, size = _format(x)
         raise UsageError(

@@ -267,6 +267,8 @@ def columnar(kind: Literal["parquet", "arrow"], path: str, shape: Shape | None) 
         InvalidInputError: no such table, or one that cannot be used.
     """
     spec = f"{kind}:{path}"
+    if not Path(path).exists():
+        raise InvalidInputError(f"--data {spec}: there is no {path}")
     try:
         import pyarrow
         import pyarrow.ipc
