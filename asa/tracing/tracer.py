@@ -145,7 +145,7 @@ class ModelTracer(fx.Tracer):
             return forward(*args, **kwargs)
         with self._inside(path):
             if not opened(m):
-                return self.create_proxy("call_module", path, args, kwargs)
+                return self.create_proxy("call_module", path, *_by_position(m, args, kwargs))
             before, last = attributes(m), next(iter(reversed(self.graph.nodes)))
             counters = self._calls.copy(), self._keys.copy()
             try:
@@ -177,6 +177,20 @@ class ModelTracer(fx.Tracer):
         alive = set(self.graph.nodes)
         for name in [n for n, proxy in self._attribute_proxies.items() if proxy.node not in alive]:
             del self._attribute_proxies[name]
+
+
+def _by_position(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call of ``m``, with the arguments that it requires by position: how a layer splits is derived
+    from its first arguments."""
+    if hooked(m):  # a hook sees how arguments are passed
+        return args, kwargs
+    parameters = inspect.signature(m.forward).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    for name in required[len(args) :]:
+        if name not in kwargs:
+            break
+        args, kwargs = (*args, kwargs[name]), {k: v for k, v in kwargs.items() if k != name}
+    return args, kwargs
 
 
 def _call(m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
