@@ -21,6 +21,7 @@ from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
 from asa.tracing.facts import MORE_FLOPS, no_backward
 from asa.tracing.fused import fused_attention
+from asa.tracing.tracer import reason_of
 
 _FROZEN = 0.01
 """Share of weights that are not trained above which a note says so."""
@@ -90,7 +91,8 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
             saved[storage._cdata] = storage.nbytes()
 
     counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-    with counter, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, no_backward):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, no_backward)
+    with torch.device("meta"), counter, fused_attention(), hooks:  # tensors that forward creates go there, too
         component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
@@ -147,7 +149,11 @@ def tensor_split(
     shards = shards_of(halved)
     sizes = dict(unsplit.named_parameters())
     cut = [sizes[name] for name in shards if name in sizes]
-    (flops, saved), (half_flops, half_saved) = _weigh(unsplit), _weigh(halved)
+    try:
+        (flops, saved), (half_flops, half_saved) = _weigh(unsplit), _weigh(halved)
+        sequence = _sequence_split(component, half_saved, first=first)
+    except Exception as error:  # forward may name the device of a tensor that it creates
+        return None, f"{component.name} does not run without values ({reason_of(error)})"
     fraction = -(-plan.max_degree // 2) / plan.max_degree
     gain = 1 / (1 - fraction)
     share = 1.0 if kept_bytes is None or kept_bytes >= saved else kept_bytes / saved
@@ -161,7 +167,7 @@ def tensor_split(
             collectives=_collectives(plan, first=first),
             entry_partial=plan.entry_partial,
             exit_partial=plan.exit_partial,
-            sequence=_sequence_split(component, half_saved, first=first),
+            sequence=sequence,
         ),
         "",
     )
