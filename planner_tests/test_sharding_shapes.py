@@ -93,21 +93,21 @@ def test_only_what_needs_a_device_is_asked_with_one(model, patient, monkeypatch)
 
 
 class Masked(nn.Module):
-    """Two linear layers with ``made()`` between them."""
+    """Two linear layers, and what forward makes of a size between them."""
 
-    def __init__(self, made: Callable[[], Tensor]) -> None:
+    def __init__(self, made: Callable[[int], Tensor]) -> None:
         super().__init__()
-        self.first, self.second, self.made = nn.Linear(8, 12), nn.Linear(12, 8), made
+        self.first, self.second, self.made = nn.Linear(8, 8), nn.Linear(8, 8), made
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: [batch, 8]."""
-        return x + self.second(torch.relu(self.first(x)) * self.made())
+        return x + self.second(torch.relu(self.first(x)) * self.made(x.shape[1]))
 
 
 @pytest.mark.parametrize(
-    ("made", "reason"), [(lambda: torch.ones(12), ""), (lambda: torch.ones(12, device="cpu"), "does not run without")]
+    ("made", "reason"), [(lambda n: torch.ones(n), ""), (lambda n: torch.ones(n, device="cpu"), "does not run without")]
 )
-def test_what_forward_creates_does_not_end_the_description(made: Callable[[], Tensor], reason: str) -> None:
+def test_what_forward_creates_does_not_end_the_description(made: Callable[[int], Tensor], reason: str) -> None:
     found = trace(Masked(made), torch.zeros(2, 8), name="m")
     (component,) = layer_graph(found, model="m", input_shape=(8,), num_classes=8).components
     assert (component.split is None) == bool(reason)
