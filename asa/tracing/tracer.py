@@ -237,8 +237,9 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
         raise
     except Exception as error:
         raise fx.proxy.TraceError(reason_of(error)) from error
-    reason = _marks(model, before)
-    restore_attributes(model, before)
+    finally:
+        reason = _marks(model, before)
+        restore_attributes(model, before)
     structure = pytree.tree_map(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else leaf, tracer.result)
     program = Program(graph, objects, structure, tracer.opaque, contrary, tuple(tracer.checkpointed))
     if reason or not program.outputs or program.outputs[-1].op in ("placeholder", "get_attr"):
