@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -108,20 +109,30 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     for p in module.parameters():
         if not p.is_contiguous():  # channels last: a part of it would not be contiguous
             p.data = p.data.contiguous()
-    scalars = {p for p in module.parameters() if not p.dim()}
-    for component in module.get_submodule("components").children():
-        if any(p.dim() for p in component.parameters()):
-            fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
+    components = list(module.get_submodule("components").children())
+    whole = {p for component in components for p in _kept_whole(component)}
+    for component in components:
+        if not whole.issuperset(component.parameters()):
+            fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=whole)
             directly(component)
-    fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
+    fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=whole)
     module.__dict__[GATHERED_ONCE] = not release
     module.__dict__[UNREACHED] = Unreached(module)
     for unit in module.modules():
         for group in _groups_of(unit):
             for p in group.fsdp_params:
                 p.sharded_param.__dict__[_OWNER] = p
-    # Parameters without a dimension to shard (temperatures, gains) are whole on every rank.
-    return replicated(module, replace(axis, alike=True), only=scalars) if scalars else module
+    return replicated(module, replace(axis, alike=True), only=whole) if whole else module
+
+
+def _kept_whole(component: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are whole on every rank: those without a dimension to shard (temperatures, gains), and those that
+    are not of the type of most (a unit of ``fully_shard`` has one type)."""
+    bytes_of: Counter[torch.dtype] = Counter()
+    for p in component.parameters():
+        bytes_of[p.dtype] += p.nbytes if p.dim() else 0
+    most = max(bytes_of, key=lambda dtype: (bytes_of[dtype], str(dtype)), default=None)
+    return {p for p in component.parameters() if not p.dim() or p.dtype != most}
 
 
 @torch.no_grad()
