@@ -64,6 +64,10 @@ def _called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def _same(first: Any, second: Any) -> bool:
+    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
+
+
 def _depends_on_batch(node: fx.Node) -> LookupError:
     return LookupError(
         f"forward asks for {_words(node)}, which depends on the batch size (on a rank, on that of its own samples)"
@@ -96,6 +100,23 @@ class Oracle:
             raise _depends_on_batch(node)
         return answer
 
+    def tensor(self, node: fx.Node) -> Tensor:
+        """The value of ``node``, a tensor that follows from shapes, parameters and buffers.
+
+        Raises:
+            LookupError: it depends on data, or on the batch size.
+        """
+        pending, visited = [node], set()
+        while pending:
+            current = pending.pop()
+            if current.op == "placeholder":
+                raise LookupError("a mask that depends on data is not traced")
+            if current not in visited and not about_shape(current):
+                pending += current.all_input_nodes
+            visited.add(current)
+        found: Tensor = self._agreed(node, lambda value: value)
+        return found
+
     def length(self, node: fx.Node) -> int:
         """The length of ``node``'s value; for a tensor, its first dimension.
 
@@ -113,7 +134,7 @@ class Oracle:
                 if earlier not in self._values and earlier.op != "output":
                     self._values[earlier] = (self._run(earlier, 0), self._run(earlier, 1))
         first, second = (of(value) for value in self._values[node])
-        if first != second:
+        if not _same(first, second):
             raise _depends_on_batch(node)
         return first
 
