@@ -47,7 +47,7 @@ class UNet(nn.Module):
 def test_unet_is_cut_only_outside_its_skips() -> None:
     model = UNet()
     x = torch.randn(2, 3, 18, 18)
-    assert names(model, x) == ["inc", "down1", "up2", "classifier"]
+    assert names(model, x, "down1 to up1 form one component") == ["inc", "down1", "up2", "classifier"]
     middle = trace(model, x, name="unet").components[1]
     assert {n.split(".")[0] for n, _ in middle.named_children()} == {"down1", "down2", "up1"}
 
@@ -218,6 +218,12 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("kind", ["buffer", "hint", "boolean", "length first", "data"])
 def test_an_encoder_with_a_mask_is_traced_layer_by_layer(kind: str) -> None:
-    found = names(Encoder(kind), torch.randn(3, 6, 8), "a mask that depends on data" if kind == "data" else "")
+    shared = "share the buffer mask: they stay in one stage"
+    notes = {
+        "data": "a mask that depends on data",
+        "boolean": "",
+        "length first": "encoder.layers.1 form one component",
+    }
+    found = names(Encoder(kind), torch.randn(3, 6, 8), notes.get(kind, shared))
     layers = [f"encoder.layers.{i}" for i in (0, 1)]
     assert [n for n in found if n in layers] == (layers if kind in ("buffer", "hint", "boolean") else [])
