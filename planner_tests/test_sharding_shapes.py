@@ -112,3 +112,11 @@ def test_what_forward_creates_does_not_end_the_description(made: Callable[[int],
     (component,) = layer_graph(found, model="m", input_shape=(8,), num_classes=8).components
     assert (component.split is None) == bool(reason)
     assert reason in component.why_whole
+
+
+def test_embeddings_that_see_the_whole_batch_are_noted() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(12, 9))
+    found = trace(model, torch.zeros(2, 3, dtype=torch.int64), name="m")
+    notes = layer_graph(found, model="m", input_shape=(3,), num_classes=9).notes
+    assert ["max_norm" in n for n in notes] == [True, False]
+    assert ["scale_grad_by_freq" in n for n in notes] == [False, True]

@@ -205,7 +205,7 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
         input_bytes_per_sample=traced.input_bytes_per_sample,
         components=tuple(components),
         uncut=tuple(sorted(traced.uncut)) or None,
-        notes=(*folded(traced.notes), *_frozen_note(traced)),
+        notes=(*folded(traced.notes), *_frozen_note(traced), *_embedding_notes(traced)),
     )
 
 
@@ -218,6 +218,26 @@ def _frozen_note(traced: TracedModel) -> tuple[str, ...]:
     return (
         f"{frozen / whole:.0%} of the weights are not trained; their gradients and optimizer state are counted all the "
         "same, so training takes less memory and communication than this says",
+    )
+
+
+def _embedding_notes(traced: TracedModel) -> tuple[str, ...]:
+    """Notes on embeddings that change with, or count, all words of a batch, of which ranks have parts."""
+    tables = [
+        (n, m)
+        for c in traced.components
+        for n, m in c.named_modules()
+        if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    ]
+    does = {
+        "shortens rows of its weight in forward (max_norm)": [n for n, m in tables if m.max_norm is not None],
+        "divides gradients by the count of a word (scale_grad_by_freq)": [n for n, m in tables if m.scale_grad_by_freq],
+    }
+    return tuple(
+        f"{names[0]} {what}: a rank with a part of the batch, or of the weight, does so with that part alone, and "
+        "training differs from that on one device"
+        for what, names in does.items()
+        if names
     )
 
 
