@@ -63,26 +63,34 @@ class Masked(nn.Module):
 
 
 class Spectral(nn.Module):
-    """A complex weight on frequencies."""
+    """A complex weight on frequencies, behind a real one."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.weight = nn.Parameter(torch.randn(3, 4, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.rand(3, 1, 1))
         self.last = nn.Linear(48, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         assert bool(self.weight.is_complex())
-        return self.last(torch.fft.irfft2(torch.fft.rfft2(x) * self.weight, s=(4, 4)).flatten(1))
+        return self.last(torch.fft.irfft2(torch.fft.rfft2(x * self.scale) * self.weight, s=(4, 4)).flatten(1))
 
 
 @pytest.mark.parametrize(
-    ("make", "ranks", "again"), [(moving, 1, True), (Masked, 2, False), (Spectral, 2, False)],
-    ids=["recomputed", "infinite", "complex"],
+    ("make", "ranks", "again", "strategy"),
+    [
+        (moving, 1, True, "replicate"), (Masked, 2, False, "replicate"), (Spectral, 2, False, "replicate"),
+        (Spectral, 2, False, "zero3"),
+    ],
+    ids=["recomputed", "infinite", "complex", "sharded"],
 )  # fmt: skip
-def test_verify_finds_equal_what_is(make: Callable[[], nn.Module], ranks: int, again: bool) -> None:
-    plan = hand_plan(make(), ranks, uniform(ranks, 1), input_shape=SHAPE, num_classes=5, global_batch=16)
+def test_verify_finds_equal_what_is(make: Callable[[], nn.Module], ranks: int, again: bool, strategy: str) -> None:
+    plan = hand_plan(
+        make(), ranks, uniform(ranks, 1), input_shape=SHAPE, num_classes=5, global_batch=16,
+        data_strategy=lambda _i: strategy,
+    )  # fmt: skip
     if again:
         plan = staged(plan, [1], checkpoint=lambda _i: True, microbatches=2)
     found = verify(plan, make, offered(), timeout_s=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from asa.sharding.layers import tensor
+from asa.sharding.layers.describe import layer_graph
 from asa.sharding.layers.tensor import plan_split
 from asa.tracing import trace
 from asa.tracing.component import TracedComponent
@@ -88,3 +90,33 @@ def test_only_what_needs_a_device_is_asked_with_one(model, patient, monkeypatch)
     for component in trace(model(), torch.zeros(2, 3, 4, 4), name="some").components:
         plan_split(component)
     assert bool(asked) is patient
+
+
+class Masked(nn.Module):
+    """Two linear layers, and what forward makes of a size between them."""
+
+    def __init__(self, made: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.made = nn.Linear(8, 8), nn.Linear(8, 8), made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: [batch, 8]."""
+        return x + self.second(torch.relu(self.first(x)) * self.made(x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"), [(lambda n: torch.ones(n), ""), (lambda n: torch.ones(n, device="cpu"), "does not run without")]
+)
+def test_what_forward_creates_does_not_end_the_description(made: Callable[[int], Tensor], reason: str) -> None:
+    found = trace(Masked(made), torch.zeros(2, 8), name="m")
+    (component,) = layer_graph(found, model="m", input_shape=(8,), num_classes=8).components
+    assert (component.split is None) == bool(reason)
+    assert reason in component.why_whole
+
+
+def test_embeddings_that_see_the_whole_batch_are_noted() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(12, 9))
+    found = trace(model, torch.zeros(2, 3, dtype=torch.int64), name="m")
+    notes = layer_graph(found, model="m", input_shape=(3,), num_classes=9).notes
+    assert ["max_norm" in n for n in notes] == [True, False]
+    assert ["scale_grad_by_freq" in n for n in notes] == [False, True]

@@ -69,7 +69,8 @@ def test_what_follows_from_shapes_is_computed_again_behind_each_cut() -> None:
     model = Model()
     traced = trace(model, torch.randn(2, TOKENS, 4), name="own")
     assert len(traced.components) == 5
-    assert not traced.notes
+    assert traced.notes == ("blocks.0 to blocks.2 share the buffer rotation.speeds: they stay in one stage",)
+    assert traced.uncut == {2, 3}
     assert_bitwise(model, traced, torch.randn(5, TOKENS, 4))
 
 
@@ -78,6 +79,7 @@ def test_a_mask_of_what_was_read_keeps_its_blocks_together() -> None:
     model = Model(padding=True)
     traced = trace(model, torch.randn(2, TOKENS, 4), name="own")
     assert len(traced.components) < 5
+    assert "blocks.0 to blocks.2 form one component: more than one tensor passes between them" in traced.note
     assert_bitwise(model, traced, torch.randn(5, TOKENS, 4))
 
 

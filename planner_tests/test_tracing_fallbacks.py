@@ -57,7 +57,34 @@ def test_control_flow_on_shapes_is_followed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.c(self.b(x)) if len(x) > 100 else self.c(self.a(x))
 
-    assert names(Batch(), X, "which depends on the batch size") == ["model"]
+    class Larger(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(x)) if x.shape[0] > 100 else self.c(self.a(x))
+
+    class Single(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.a(x)) if x.shape[0] == 1 else self.c(self.b(x))
+
+    class Chunks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            parts = x.chunk(-(-x.shape[0] // 32))
+            return self.c(torch.cat([self.a(p - p.mean(0)) for p in parts]))
+
+    class Split(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.cat([self.a(p - p.mean(0)) for p in x.split(32)]))
+
+    for model in (Batch(), Larger(), Single(), Chunks(), Split()):
+        assert names(model, X, "which depends on the batch size") == ["model"]
+
+    class Halves(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            assert y.shape[0] * 8 == x.shape[0] * x.shape[1]
+            one, two = y.chunk(2, 1)
+            return self.c(self.b(torch.cat((two, one), 1)))
+
+    assert names(Halves(), X) == ["a", "b", "c"]
 
 
 class NoGrad(Net):
@@ -175,3 +202,34 @@ def test_a_checkpoint_of_the_models_own_is_left_out_and_said() -> None:
 
     said = "torch.utils.checkpoint around b and 1 more is left out: the plan chooses what is computed twice"
     assert names(Checkpointed(), X, said) == ["a", "b", "c"]
+
+
+def test_a_trace_that_fails_behind_an_assignment_leaves_the_model_as_it_was() -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.c(self.b(x)) if x.sum() > 0 else self.c(self.a(x))
+
+    assert names(Counting(), X, "depends on data") == ["model"]
+
+
+def test_what_is_written_into_parts_is_traced() -> None:
+    class Writing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x) * 1
+            x[:, 0] = x[:, 1] * 2
+            return self.c(self.b(x))
+
+    assert names(Writing(), X) == ["a", "b", "c"]
+
+
+def test_a_tensor_in_place_of_an_array_is_named() -> None:
+    class Converting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(x) * torch.as_tensor(x[0])[0]
+
+    assert "__" not in trace(Converting(), X, name="converting").note

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,7 +47,7 @@ class UNet(nn.Module):
 def test_unet_is_cut_only_outside_its_skips() -> None:
     model = UNet()
     x = torch.randn(2, 3, 18, 18)
-    assert names(model, x) == ["inc", "down1", "up2", "classifier"]
+    assert names(model, x, "down1 to up1 form one component") == ["inc", "down1", "up2", "classifier"]
     middle = trace(model, x, name="unet").components[1]
     assert {n.split(".")[0] for n, _ in middle.named_children()} == {"down1", "down2", "up1"}
 
@@ -189,3 +192,38 @@ def test_plain_modules() -> None:
     assert names(Logistic(), X) == ["model"]
     head = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Sequential(nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, 2)))
     assert names(head, torch.randn(2, 3, 8, 8)) == ["0", "2"]
+
+
+class Encoder(nn.Module):
+    """Torch's encoder with a mask: a buffer, with or without a hint, one made in forward, one of data."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=kind != "length first")
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("mask", torch.full((6, 6), float("-inf")).triu(1), persistent=False)
+        self.kind, self.last = kind, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.kind == "length first" else x
+        masks: dict[str, Any] = {
+            "boolean": lambda: torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(2),
+            "data": lambda: x.detach()[0] @ x.detach()[0].T,
+        }
+        x = self.encoder(
+            x, mask=masks.get(self.kind, lambda: self.mask)(), is_causal=True if self.kind == "hint" else None
+        )
+        return self.last(x.transpose(0, 1) if self.kind == "length first" else x)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "hint", "boolean", "length first", "data"])
+def test_an_encoder_with_a_mask_is_traced_layer_by_layer(kind: str) -> None:
+    shared = "share the buffer mask: they stay in one stage"
+    notes = {
+        "data": "a mask that depends on data",
+        "boolean": "",
+        "length first": "encoder.layers.1 form one component",
+    }
+    found = names(Encoder(kind), torch.randn(3, 6, 8), notes.get(kind, shared))
+    layers = [f"encoder.layers.{i}" for i in (0, 1)]
+    assert [n for n in found if n in layers] == (layers if kind in ("buffer", "hint", "boolean") else [])

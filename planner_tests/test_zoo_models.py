@@ -121,6 +121,27 @@ def test_a_factory_that_takes_no_classes_has_its_own(here: Callable[[str, str], 
     assert models.default_input("own_heads:told") == (SMALL, 100)
 
 
+def test_lazy_layers_and_records_are_models_like_others(here: Callable[[str, str], None]) -> None:
+    here(
+        "own_kinds",
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Output:\n"
+        "    logits: torch.Tensor\n"
+        "class Lazy(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.norm, self.last = nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.LazyLinear(5)\n"
+        "    def forward(self, x):\n"
+        "        return Output(self.last(self.norm(self.first(x)).flatten(1)))\n",
+    )
+    assert models.default_input("own_kinds:Lazy", (1, 8, 8)) == ((1, 8, 8), 5)
+    one, other = (models.build("own_kinds:Lazy", num_classes=5, input_shape=(1, 8, 8)) for _ in range(2))
+    assert one.training
+    assert one(torch.zeros(2, 1, 8, 8)).logits.shape == (2, 5)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+
 def test_vit_takes_its_image_size_from_the_input() -> None:
     with torch.device("meta"):
         assert models._torchvision("vit_b_16", 10, (3, 64, 64)).image_size == 64

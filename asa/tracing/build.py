@@ -12,7 +12,7 @@ from asa.errors import InvalidInputError
 from asa.ir.graph import Component
 from asa.tracing import ties
 from asa.tracing.again import repeatable
-from asa.tracing.blocks import attends, describe, find_blocks, within
+from asa.tracing.blocks import Segment, attends, describe, find_blocks, within
 from asa.tracing.called import UNCUT
 from asa.tracing.chain import BatchDims, TracedModel, batch_dims, side_names, structure_of
 from asa.tracing.component import TracedComponent, cut_out
@@ -113,6 +113,29 @@ def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
     return frozenset(p for p in paths if any(within(p, t) for t in called))
 
 
+def _joined_blocks(units: list[Unit], segments: list[Segment], blocks: list[str]) -> list[str]:
+    """Sentences on units that consist of several repeated blocks."""
+    notes = []
+    for unit in units:
+        inside = [b for b in blocks if any(s.touches(b) for s in segments[unit.start : unit.stop])]
+        if len(inside) > 1:
+            notes.append(f"{inside[0]} to {inside[-1]} form one component: more than one tensor passes between them")
+    return notes
+
+
+def _shared_buffers(components: list[TracedComponent]) -> list[str]:
+    """Sentences on buffers that several components hold."""
+    holders: dict[int, list[tuple[str, str]]] = {}
+    for component in components:
+        for name, buffer in component.named_buffers():
+            holders.setdefault(id(buffer), []).append((component.name, name))
+    return [
+        f"{several[0][0]} to {several[-1][0]} share the buffer {several[0][1]}: they stay in one stage"
+        for several in holders.values()
+        if len(several) > 1
+    ]
+
+
 def _components(
     model: nn.Module, programs: tuple[Program, Program], small: Tensor, large: Tensor
 ) -> tuple[list[TracedComponent], list[str], BatchDims]:
@@ -135,6 +158,7 @@ def _components(
         notes.append(f"torch.utils.checkpoint around {where} is left out: the plan chooses what is computed twice")
     blocks = find_blocks(model, summaries, set(opaque))
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
+    notes += _joined_blocks(units, summaries, blocks)
     while True:
         modes = zip(programs, cuts, runs, recomputed, strict=True)
         graphs = [_unit_graphs(p, c, units, constants(r), nodes) for p, c, r, nodes in modes]
@@ -177,6 +201,7 @@ def _components(
     if tied:
         names = ", ".join(c.name for c in components if c.ties)
         notes.append(f"{names} share parameters: they stay whole, in one stage")
+    notes += _shared_buffers(components)
     dims = [batch_dims(p, a.shapes, b.shapes) for p, (a, b) in zip(programs, runs, strict=True)]
     return components, notes, dims[1] | dims[0]
 

@@ -41,6 +41,39 @@ def shape_only(node: fx.Node) -> bool:
     return True
 
 
+_SIZES = (1, 4, 5, 6, 7, 8, 12, 16, 31, 64, 100, 128, 129, 255, 512, 1000, 4096)
+"""Batch sizes for which an answer must be that of both examples, so that a bound between them is found."""
+
+
+def _continued(small: Any, large: Any, one: int, other: int, size: int) -> Any:
+    """What follows for a batch of ``size`` from the values for batches of ``one`` and of ``other``."""
+    if isinstance(small, Tensor):
+        return small.new_empty(_continued(small.shape, large.shape, one, other, size), device="meta")
+    if isinstance(small, tuple | list):
+        return tuple(_continued(a, b, one, other, size) for a, b in zip(small, large, strict=True))
+    if small == large:
+        return small
+    return small + (large - small) * (size - one) // (other - one)
+
+
+def _called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    """The value of ``node``, which is a call, from those of its inputs."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _same(first: Any, second: Any) -> bool:
+    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
+
+
+def _depends_on_batch(node: fx.Node) -> LookupError:
+    return LookupError(
+        f"forward asks for {_words(node)}, which depends on the batch size (on a rank, on that of its own samples)"
+    )
+
+
 def _words(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
@@ -62,7 +95,27 @@ class Oracle:
         """
         if not shape_only(node):
             raise LookupError(f"forward asks for {_words(node)}, which depends on data")
-        return self._agreed(node, lambda value: value)
+        answer = self._agreed(node, lambda value: value)
+        if any(self._for_batch(node, size) != answer for size in _SIZES):
+            raise _depends_on_batch(node)
+        return answer
+
+    def tensor(self, node: fx.Node) -> Tensor:
+        """The value of ``node``, a tensor that follows from shapes, parameters and buffers.
+
+        Raises:
+            LookupError: it depends on data, or on the batch size.
+        """
+        pending, visited = [node], set()
+        while pending:
+            current = pending.pop()
+            if current.op == "placeholder":
+                raise LookupError("a mask that depends on data is not traced")
+            if current not in visited and not about_shape(current):
+                pending += current.all_input_nodes
+            visited.add(current)
+        found: Tensor = self._agreed(node, lambda value: value)
+        return found
 
     def length(self, node: fx.Node) -> int:
         """The length of ``node``'s value; for a tensor, its first dimension.
@@ -70,7 +123,10 @@ class Oracle:
         Raises:
             LookupError: it depends on the batch size.
         """
-        return int(self._agreed(node, len))
+        length = int(self._agreed(node, len))
+        if any(self._length_for(node, size) not in (length, None) for size in _SIZES if size > 1):
+            raise _depends_on_batch(node)
+        return length
 
     def _agreed(self, node: fx.Node, of: Callable[[Any], Any]) -> Any:
         with self._at_work():
@@ -78,9 +134,39 @@ class Oracle:
                 if earlier not in self._values and earlier.op != "output":
                     self._values[earlier] = (self._run(earlier, 0), self._run(earlier, 1))
         first, second = (of(value) for value in self._values[node])
-        if first != second:
-            raise LookupError(f"forward asks for {_words(node)}, which depends on the batch size")
+        if not _same(first, second):
+            raise _depends_on_batch(node)
         return first
+
+    def _for_batch(self, node: fx.Node, size: int) -> Any:
+        """The value of ``node`` for a batch of ``size`` samples, if sizes of tensors follow that of the batch linearly;
+        None if it cannot be computed."""
+        known: dict[fx.Node, Any] = {}
+
+        def value(n: fx.Node) -> Any:
+            if n not in known:
+                known[n] = self._continued(n, size) if about_shape(n) else _called(n, value)
+            return known[n]
+
+        try:
+            return value(node)
+        except Exception:  # a division by a size that is zero, for example
+            return None
+
+    def _length_for(self, node: fx.Node, size: int) -> int | None:
+        """The length of ``node``'s value likewise, from a run of ``node`` alone without values."""
+
+        def value(n: fx.Node) -> Any:
+            return self._for_batch(n, size) if shape_only(n) else self._continued(n, size)
+
+        try:
+            return len(_called(node, value))
+        except Exception:  # it may need values
+            return None
+
+    def _continued(self, node: fx.Node, size: int) -> Any:
+        (small, large), (one, other) = self._values[node], map(len, self._examples)
+        return _continued(small, large, one, other, size)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -96,11 +182,10 @@ class Oracle:
             return self._examples[which].clone()
         if node.op == "get_attr":
             return self._fetch(str(node.target))
+        if node.op != "call_module":
+            return _called(node, lambda n: self._values[n][which])
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n][which])
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = self._fetch(str(node.target)) if node.op == "call_module" else node.target
-        return target(*args, **kwargs)
+        return self._fetch(str(node.target))(*args, **kwargs)
 
 
 class _Answers:
@@ -118,7 +203,12 @@ class _Answers:
     def __len__(self) -> int:
         return int(self.tracer.length_of(self.node))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):  # a protocol, as that of arrays, which no tensor is asked for
+            raise AttributeError(name)
         return ShapeAttribute(self, name)  # type: ignore[arg-type]
 
 

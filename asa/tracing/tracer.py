@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.utils import _pytree as pytree
 
 from asa.tracing.factories import recorded_factories
@@ -145,11 +146,11 @@ class ModelTracer(fx.Tracer):
             return forward(*args, **kwargs)
         with self._inside(path):
             if not opened(m):
-                return self.create_proxy("call_module", path, args, kwargs)
+                return self.create_proxy("call_module", path, *_by_position(m, args, kwargs))
             before, last = attributes(m), next(iter(reversed(self.graph.nodes)))
             counters = self._calls.copy(), self._keys.copy()
             try:
-                result = _call(m, forward, args, kwargs)
+                result = self._call(m, forward, args, kwargs)
                 reason = _marks(m, before)
                 if not reason:
                     return result
@@ -161,6 +162,32 @@ class ModelTracer(fx.Tracer):
             self.opaque = {p: r for p, r in self.opaque.items() if not p.startswith(f"{path}.")}
             self.opaque[path] = reason
             return self.create_proxy("call_module", path, args, kwargs)
+
+    def _call(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        if type(m).forward is not nn.TransformerEncoder.forward:
+            return forward(*args, **kwargs)
+        given = inspect.signature(type(m).forward).bind(m, *args, **kwargs).arguments
+        value, mask, hint = given["src"], given.get("mask"), given.get("is_causal")
+        if given.get("src_key_padding_mask") is not None:
+            raise RuntimeError("masks of padding are not traced")
+        options: dict[str, Any] = {}
+        layers: Any = m.layers
+        if mask is not None:
+            length = int(value.shape[1 if layers[0].self_attn.batch_first else 0])
+            shown = mask if hint is not None or not isinstance(mask, fx.Proxy) else self._mask(mask.node)
+            options = {"src_mask": mask, "is_causal": _detect_is_causal_mask(shown, hint, length)}
+        for layer in layers:  # its own forward reads data to choose a fast path
+            value = layer(value, **options)
+        return m.norm(value) if isinstance(m.norm, nn.Module) else value
+
+    def _mask(self, node: fx.Node) -> Tensor:
+        """The value of an attention mask if it depends on no data; raises ``TraceError`` otherwise."""
+        try:
+            return self._oracle.tensor(node)
+        except LookupError as error:
+            raise fx.proxy.TraceError(error.args[0]) from None
 
     @contextmanager
     def _inside(self, path: str) -> Iterator[None]:
@@ -179,15 +206,18 @@ class ModelTracer(fx.Tracer):
             del self._attribute_proxies[name]
 
 
-def _call(m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(m, nn.TransformerEncoder):
-        return forward(*args, **kwargs)
-    if len(args) != 1 or any(v is not None for v in kwargs.values()):
-        raise RuntimeError("masks are not traced")
-    value = args[0]
-    for layer in m.layers:  # its own forward reads data to choose a fast path
-        value = layer(value)
-    return value if m.norm is None else m.norm(value)
+def _by_position(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call of ``m``, with the arguments that it requires by position: how a layer splits is derived
+    from its first arguments."""
+    if hooked(m):  # a hook sees how arguments are passed
+        return args, kwargs
+    parameters = inspect.signature(m.forward).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    for name in required[len(args) :]:
+        if name not in kwargs:
+            break
+        args, kwargs = (*args, kwargs[name]), {k: v for k, v in kwargs.items() if k != name}
+    return args, kwargs
 
 
 def _marks(m: nn.Module, before: dict[str, Any]) -> str:
@@ -223,8 +253,9 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
         raise
     except Exception as error:
         raise fx.proxy.TraceError(reason_of(error)) from error
-    reason = _marks(model, before)
-    restore_attributes(model, before)
+    finally:
+        reason = _marks(model, before)
+        restore_attributes(model, before)
     structure = pytree.tree_map(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else leaf, tracer.result)
     program = Program(graph, objects, structure, tracer.opaque, contrary, tuple(tracer.checkpointed))
     if reason or not program.outputs or program.outputs[-1].op in ("placeholder", "get_attr"):

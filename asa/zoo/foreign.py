@@ -13,11 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import UninitializedParameter
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
 from asa.zoo.hub import reachable
-from asa.zoo.inputs import Shape, of_tokens
+from asa.zoo.inputs import Shape, example, of_tokens
 from asa.zoo.names import PACKAGES, check_installed
 
 
@@ -123,7 +125,20 @@ def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Modul
             raise InvalidInputError(f"model {spec!r}: the factory failed with {first_line(error)}") from None
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model {spec!r}: the factory returned a {type(model).__name__}, not an nn.Module")
+    _initialise(model, input_shape)
     return model
+
+
+def _initialise(model: nn.Module, shape: Shape) -> None:
+    """Give lazy layers (``nn.LazyLinear``) of ``model`` their weights, by a run on an input of ``shape``. If the model
+    fails on it, they have none, and whoever tries the model says why."""
+    lazy = [p for p in model.parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        modes = {m: m.training for m in model.modules()}
+        with torch.no_grad(), contextlib.suppress(Exception):
+            model.eval()(example(shape, device=lazy[0].device.type))
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _package(name: str, spec: str) -> Any:

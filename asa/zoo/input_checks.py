@@ -15,12 +15,13 @@ from asa.zoo.inputs import Shape, example, of_tokens
 
 
 def _logits(output: Any) -> Any:
-    """The main output: the first of a tuple, ``out`` or the first of a mapping, or the output itself."""
+    """The main output: the first of a tuple, ``out`` or the first of a mapping, ``logits`` of an object, or the output
+    itself."""
     if isinstance(output, Mapping):
         return output.get("out", next(iter(output.values()), None))
     if isinstance(output, tuple | list):
         return output[0] if output else None
-    return output
+    return getattr(output, "logits", output)
 
 
 @contextmanager

@@ -59,6 +59,12 @@ def differences(
             "samples, and not where ranks hold shards: weights differ from one device's; leave max_norm out, and "
             "shorten the parameter in the loop behind each update"
         )
+    counted = [n for c in model.components for n, m in c.named_modules() if getattr(m, "scale_grad_by_freq", False)]
+    if counted:
+        notes.append(
+            f"{_several(counted)} divides gradients by the count of a word (scale_grad_by_freq), on each rank among "
+            "its samples: weights differ from one device's; leave scale_grad_by_freq out"
+        )
     if writes:
         notes.append(
             f"forward changes {_several(writes)}, which are parameters: on each rank by the samples it computes; make "

@@ -31,6 +31,15 @@ def _view(v: Tensor, x: Tensor) -> Tensor:
     return v.view(1, -1, *(1,) * (x.dim() - 2))
 
 
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    # A new tensor in any case: backward reads y, and an activation behind the layer may work in place.
+    if weight is not None:
+        y = y * _view(weight, y)
+    if bias is not None:
+        return y + _view(bias, y)
+    return y.clone() if weight is None else y
+
+
 _COUNTED = [1.0]
 """1 if this rank's samples are part of the batch; 0 if they belong to another rank and are computed here only so that
 this rank takes part in all collectives."""
@@ -127,9 +136,7 @@ class SynchronisedBatchNorm(nn.Module):
         y, mean, variance, count = _Normalise.apply(x, self.axis, self.eps)
         if self.training:
             self._track(mean, variance * (count / (count - 1)))
-        if self.weight is None or self.bias is None:
-            return y
-        return y * _view(self.weight, x) + _view(self.bias, x)
+        return _scaled(y, self.weight, self.bias)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased: Tensor) -> None:
@@ -168,8 +175,7 @@ class _Meeting(TorchFunctionMode):
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             if running_var is not None:
                 running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
-        y = y if weight is None else y * _view(weight, x)
-        return y if bias is None else y + _view(bias, x)
+        return _scaled(y, weight, bias)
 
 
 class _Within:

@@ -21,6 +21,7 @@ from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
 from asa.tracing.facts import MORE_FLOPS, no_backward
 from asa.tracing.fused import fused_attention
+from asa.tracing.tracer import reason_of
 
 _FROZEN = 0.01
 """Share of weights that are not trained above which a note says so."""
@@ -90,7 +91,8 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
             saved[storage._cdata] = storage.nbytes()
 
     counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-    with counter, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, no_backward):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, no_backward)
+    with torch.device("meta"), counter, fused_attention(), hooks:  # tensors that forward creates go there, too
         component(x)
     return float(counter.get_total_flops()), float(sum(saved.values()))
 
@@ -147,7 +149,11 @@ def tensor_split(
     shards = shards_of(halved)
     sizes = dict(unsplit.named_parameters())
     cut = [sizes[name] for name in shards if name in sizes]
-    (flops, saved), (half_flops, half_saved) = _weigh(unsplit), _weigh(halved)
+    try:
+        (flops, saved), (half_flops, half_saved) = _weigh(unsplit), _weigh(halved)
+        sequence = _sequence_split(component, half_saved, first=first)
+    except Exception as error:  # forward may name the device of a tensor that it creates
+        return None, f"{component.name} does not run without values ({reason_of(error)})"
     fraction = -(-plan.max_degree // 2) / plan.max_degree
     gain = 1 / (1 - fraction)
     share = 1.0 if kept_bytes is None or kept_bytes >= saved else kept_bytes / saved
@@ -161,7 +167,7 @@ def tensor_split(
             collectives=_collectives(plan, first=first),
             entry_partial=plan.entry_partial,
             exit_partial=plan.exit_partial,
-            sequence=_sequence_split(component, half_saved, first=first),
+            sequence=sequence,
         ),
         "",
     )
@@ -199,7 +205,7 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
         input_bytes_per_sample=traced.input_bytes_per_sample,
         components=tuple(components),
         uncut=tuple(sorted(traced.uncut)) or None,
-        notes=(*folded(traced.notes), *_frozen_note(traced)),
+        notes=(*folded(traced.notes), *_frozen_note(traced), *_embedding_notes(traced)),
     )
 
 
@@ -212,6 +218,26 @@ def _frozen_note(traced: TracedModel) -> tuple[str, ...]:
     return (
         f"{frozen / whole:.0%} of the weights are not trained; their gradients and optimizer state are counted all the "
         "same, so training takes less memory and communication than this says",
+    )
+
+
+def _embedding_notes(traced: TracedModel) -> tuple[str, ...]:
+    """Notes on embeddings that change with, or count, all words of a batch, of which ranks have parts."""
+    tables = [
+        (n, m)
+        for c in traced.components
+        for n, m in c.named_modules()
+        if isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    ]
+    does = {
+        "shortens rows of its weight in forward (max_norm)": [n for n, m in tables if m.max_norm is not None],
+        "divides gradients by the count of a word (scale_grad_by_freq)": [n for n, m in tables if m.scale_grad_by_freq],
+    }
+    return tuple(
+        f"{names[0]} {what}: a rank with a part of the batch, or of the weight, does so with that part alone, and "
+        "training differs from that on one device"
+        for what, names in does.items()
+        if names
     )
 
 

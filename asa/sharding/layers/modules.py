@@ -276,6 +276,8 @@ def _local_norm(source: nn.BatchNorm1d | nn.BatchNorm2d, cut: Cut, axis: Axis) -
     shard = ParameterShard(dim=0, units=cut.units, unit=cut.unit, degree=axis.size)
     size = int(shard.index(axis.index).numel())
     module = type(source)(size, source.eps, source.momentum, source.affine, source.track_running_stats, device="meta")
+    for name in [n for n, p in source._parameters.items() if p is None]:
+        module.register_parameter(name, None)
     names = ("weight", "bias", "running_mean", "running_var")
     _adopt(module, source, {n: shard for n in names if getattr(source, n) is not None}, axis.index)
     return module

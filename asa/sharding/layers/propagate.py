@@ -125,6 +125,11 @@ def independent_groups(m: nn.Module) -> int:
     return int(getattr(m, "independent_groups", 0))
 
 
+def _flattening_from(dim: int) -> list[tuple[tuple[int, ...], dict[str, int]]]:
+    """Arguments, behind the tensor, with which ``flatten`` joins dimension ``dim`` and all behind it."""
+    return [((dim,), {}), ((dim, -1), {}), ((dim,), {"end_dim": -1}), ((), {"start_dim": dim})]
+
+
 def _last_dim(node: fx.Node) -> int:
     return len(node.meta["tensor_meta"].shape) - 1
 
@@ -262,7 +267,7 @@ class Walk:
             return None
         if target in ELEMENTWISE_FUNCTIONS or (target in _SPATIAL and _keeps_channels(node, cut)):
             return cut
-        if target in {torch.flatten, "flatten"} and (*node.args, *node.kwargs.values())[1:] == (cut.dim,):
+        if target in {torch.flatten, "flatten"} and (node.args[1:], node.kwargs) in _flattening_from(cut.dim):
             return self._flattened(source, cut)
         if target in {torch.mean, "mean"}:
             return self._mean(node, cut)
@@ -277,7 +282,7 @@ class Walk:
         return cut if all(d > cut.dim for d in reduced) else None
 
     def _binary(self, node: fx.Node) -> Cut | None:
-        values = [a for a in node.args if isinstance(a, fx.Node)]
+        values = node.all_input_nodes
         cuts = [self.plan.states.get(v) for v in values]
         if any(c is None for c in cuts) or not cuts or len(set(cuts)) != 1:
             return None

@@ -44,13 +44,16 @@ class _Parts:
     def __init__(self, component: nn.Module) -> None:
         modules = list(component.modules())
         self._parameters_of = [m._parameters for m in modules if m._parameters]
+        self._of_others = [(vars(m), n) for m in modules for n, v in vars(m).items() if isinstance(v, nn.Parameter)]
         self.statistics = [m for m in modules if _normalises(m) and m.running_mean is not None]
         self.registries = [m._buffers for m in modules if m._buffers and not _normalises(m)]
         self._moved: set[tuple[int, str]] | None = None  # None before the first forward: all may change
 
     def parameters(self) -> list[Tensor]:
-        """The parameters as they are now: sharding replaces them by their whole values and back."""
-        return list(dict.fromkeys(p for registry in self._parameters_of for p in registry.values() if p is not None))
+        """The parameters as they are now, since sharding replaces them by their whole values and back; also those that
+        another component holds."""
+        own = (p for registry in self._parameters_of for p in registry.values() if p is not None)
+        return list(dict.fromkeys((*own, *(attributes[name] for attributes, name in self._of_others))))
 
     @contextmanager
     def copied(self) -> Iterator[_Buffers]:

@@ -53,7 +53,8 @@ def _propagate_shapes(component: TracedComponent) -> None:
         return
     try:
         for graph, twin in zip(graphs, without_values(component).graphs(), strict=True):
-            ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype, device="meta"))
+            with torch.device("meta"):  # tensors that forward creates go there, too
+                ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype))
             for node, like in zip(graph.graph.nodes, twin.graph.nodes, strict=True):
                 node.meta.update(like.meta)
     except Exception:  # a real constant was combined with meta tensors; fake tensors allow that, but are slower
