@@ -135,7 +135,8 @@ class JobLoss:
             f"the loss is not a mean over samples: over the whole batch it is {whole_loss:.6g}, put together from "
             f"microbatches and ranks it would be {loss:.6g} ({off:.1%} apart), and gradients of the outputs differ by "
             f"{gradients:.1%}; say weight=, a function of the labels that gives what the mean divides by, or "
-            "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch"
+            "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch, and a sum of "
+            "losses that divide by different targets is right under asa.parallelize"
         )
         if first:
             raise UsageError(text)
