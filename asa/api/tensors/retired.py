@@ -59,7 +59,7 @@ class ReplacedParameter(RetiredParameter):
 
 
 class ParameterElsewhere(ReplacedParameter):
-    """A parameter of such a model that another rank trains. What changes it there may be called here, in vain."""
+    """A parameter of such a model that another rank trains. To change it is allowed here, and has no effect."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
