@@ -59,7 +59,7 @@ class ReplacedParameter(RetiredParameter):
 
 
 class ParameterElsewhere(ReplacedParameter):
-    """The same, where another rank trains it. What changes it there has no effect here, and is allowed."""
+    """A parameter of such a model that another rank trains. To change it is allowed here, and has no effect."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
