@@ -21,8 +21,9 @@ from asa.planner.space.space import Allowed, divisors
 
 _STEPS = 24
 """Most weights tried for a stage with devices of two speeds, besides equal ones and those in proportion to speed."""
-_TOGETHER = 8
-"""Largest group of ranks that gets a weight as a whole."""
+_TOGETHER, _EACH = 8, 4
+"""Largest group of ranks that gets a weight as a whole, where the batch has fewer than so many samples for each rank;
+with more, weights of single ranks are fine enough."""
 _FINEST = 2**16
 """Most samples of a batch that weights distinguish."""
 
@@ -79,7 +80,10 @@ def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
     batch, some = space.request.global_batch, space.single_widths()
     choices = {
         w: _distinct(
-            [*(quickest(prices, w, g) for g in divisors(w) if g <= _TOGETHER), *weights(space.cluster, w, batch)]
+            [
+                *(quickest(prices, w, g) for g in divisors(w) if g == 1 or (g <= _TOGETHER and batch < _EACH * w)),
+                *weights(space.cluster, w, batch),
+            ]
         )
         for w in some
     }
