@@ -820,7 +820,7 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--strategies", "ddpp"), 2, "no strategy 'ddpp'; one of asa,"),
+        (("--strategies", "ddpp"), 2, "no strategy 'ddpp'; did you mean ddp?; one of asa,"),
         (("--microbatches", "3"), 2, "a batch of 64 is not cut into 3 microbatches; take a power of two up to it"),
         (("--data", "folder:nowhere"), 3, "--data folder:nowhere: there is no folder nowhere"),
         (
