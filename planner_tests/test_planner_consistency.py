@@ -254,7 +254,8 @@ def test_what_no_discipline_runs_with_and_names_that_do_not_exist_are_refused_be
     request = Request(gpus=2, global_batch=16, strategies=("ps_async",), compression="fp16")
     with pytest.raises(UsageError, match="ps_async does not run with compression fp16"):
         plan(nouns.profile(), box(), FULL, request)
-    with pytest.raises(UsageError, match=r"no strategy 'ps_bound'; did you mean ps_bounded\?; one of asa, .*, ps_bounded"):
+    match = r"no strategy 'ps_bound'; did you mean ps_bounded\?; one of asa, .*, ps_bounded"
+    with pytest.raises(UsageError, match=match):
         plan(nouns.profile(), box(), FULL, replace(request, strategies=("ps_bound",)))
     with pytest.raises(UsageError, match="ps_async runs where it is asked for by name"):  # before anything is measured
         check_request(None, FULL, replace(request, strategies=("ps_async", "ddp"), compression="none"))
