@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import known_models
@@ -174,6 +175,23 @@ def test_where_no_uniform_split_fits_a_remedy_that_works_is_named(cluster: str, 
         plan(PROFILE, presets.load(cluster), offered(), asked)
     enough = float(str(caught.value).split("--memory ")[1].split("GiB")[0])
     assert plan(PROFILE, presets.load(cluster), offered(), replace(asked, memory_bytes=int(enough * GIB)))
+
+
+def test_stages_are_balanced_with_what_they_recompute() -> None:
+    deep = known_models.profile(known_models.transformer(48, 512), 300.0, 64)
+    asked = Request(gpus=4, global_batch=64, optimizer="adamw", memory_bytes=int(3.6 * GIB))
+    found = Prices(Space(deep, presets.load("t4-8x1-25g-tcp"), offered(), asked))
+    best, _ = practice(found, anything)
+    assert best is not None
+    assert len(best.widths) == 4
+    m = best.num_microbatches
+    again, plain = (uniform(f"hybrid:d1t1p4{x}", found, m) for x in ("+ckpt", ""))
+    even = again
+    for a, b in pairwise((*again.starts, len(again.ways))):  # each stage of equal compute recomputes as few as fit
+        some = (replace(even, ways=(*even.ways[:k], *plain.ways[k:b], *even.ways[b:])) for k in range(a, b + 1))
+        even = next(x for x in some if found.fits(x))
+    assert found.of(best).cost.total_s < 0.99 * found.of(even).cost.total_s
+    assert best.starts != even.starts
 
 
 def test_splits_that_were_not_tried_are_in_the_bound() -> None:

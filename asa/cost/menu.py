@@ -77,6 +77,8 @@ class Menu:
         if forgetting is not None:
             for at in np.flatnonzero(self.checkpoint).tolist():
                 self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
+        self.first = np.array(self._twin)[self.component] == self.component
+        """The ways of the first of all equal components, which are priced for all of them."""
         self._prices: dict[tuple[Pricer, bytes], PricedWays] = {}
         self._cells = {(i, number[way.layout]): way for i, way in reversed(distinct)}
         if distinct:

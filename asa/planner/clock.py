@@ -39,7 +39,7 @@ if hasattr(os, "register_at_fork"):
 
 
 _COSTS = {
-    "way": 1e-5, "menu": 3e-5, "stage": 1.5e-4, "action": 3e-6, "entry": 1.2e-8, "component": 3e-5, "plan": 2.5e-5,
+    "way": 1e-5, "menu": 3e-5, "stage": 1.5e-4, "action": 1e-6, "entry": 1.2e-8, "component": 3e-5, "plan": 2.5e-5,
     "pricer": 2e-3,
 }  # fmt: skip
 """Approximate seconds of each operation that is counted."""

@@ -42,7 +42,8 @@ from asa.planner.space.space import Allowed
 _SAMPLES = (16, 4, 1)
 """Numbers of samples by which the share of an unequal device is changed."""
 _MOST = 60
-"""Most components of an answer that is changed: in longer chains ties are rare and changes expensive."""
+"""Most components of an answer that is changed without a limit of time: in longer chains ties are rare and changes
+expensive."""
 _CHANGES = 200
 """Most changes made to one answer."""
 _FRONT, _TRIED, _SLIGHTLY = 100, 20, 0.01
@@ -66,7 +67,7 @@ def _changed(
     better: Callable[[_Around, Candidate, float], Candidate | None], ends: float, most: float = INF,
 ) -> Candidate:  # fmt: skip
     """The plan after at most ``most`` changes to a neighbour that is ``better``, if its full price is no worse."""
-    if len(before.ways) > _MOST:
+    if len(before.ways) > _MOST and ends == INF:
         return before
     around, after, count = _Around(prices, before, allowed), before, 0
     while count < most and (other := better(around, after, ends)) is not None:

@@ -23,9 +23,6 @@ from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
 
 _BEST = 2
 """Starting plans of the local search for each number of microbatches, and plans that are returned."""
-_STEADY = 16
-"""Microbatches after which a pipeline is taken to be in its steady state. The plan that is returned is timed in full.
-"""
 _LONG = 40
 """Stages beyond which widths and the number of stages stay, and a cut moves by one component only."""
 
@@ -78,12 +75,8 @@ class Climber:
             source, offset = leaving, offset + w
         if below < INF and lower_bound(times, moves, schedule, m) >= below:
             return INF
-        clock.count("action", p * min(m, 3 * _STEADY))
-        if m <= 2 * _STEADY:
-            return makespan(times, moves, schedule, m)
-        # In the steady state every further microbatch takes the same time.
-        shorter, longer = (makespan(times, moves, schedule, k * _STEADY) for k in (1, 2))
-        return longer + (m / _STEADY - 2) * (longer - shorter)
+        clock.count("action", p * m)
+        return makespan(times, moves, schedule, m)
 
     def _alike(self, offset: int, w: int) -> int | None:
         """First rank from which ``w`` ranks have devices like those from ``offset`` on; None where these differ."""

@@ -1,17 +1,18 @@
 """Standard practice: the plan that an engineer would configure by hand. No chosen plan may be slower.
 
 It has one split of all devices over data, tensor and pipeline parallelism, one data strategy and one number of
-microbatches. Its stages are balanced by compute. Each stage recomputes as few components as memory requires; those that
-cost the least time for the activations they free come first. All splits that could be faster than the best one so far
-are priced, in order of their compute time.
+microbatches. Its stages are balanced by compute, and those of the fastest splits then by their times. Each stage
+recomputes as few components as memory requires; those that cost the least time for the activations they free come
+first. All splits that could be faster than the best one so far are priced, in order of their compute time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,6 +35,10 @@ _EACH = 8
 """Devices up to which every width is tried; beyond, powers of two and widths inside a node."""
 FINE = 1000
 """Weight of the fastest rank, where weights are in proportion to speed."""
+_UNEVEN, _EVENED = 1.15, 0.5
+"""Splits up to this multiple of the fastest get other cuts, for this share of the time that all splits took."""
+_HALVINGS = 7
+"""Bisections of the time of the slowest stage."""
 _COUNTED = 200
 """Samples of a rank up to which each number is tried, and about so many beyond."""
 
@@ -48,7 +53,7 @@ class _Split:
     num_microbatches: int
     starts: tuple[int, ...]
     least_s: float
-    """Lower bound by compute alone; of a single stage, at least that of fewer microbatches."""
+    """Lower bound by compute alone, for any cuts; of a single stage, at least that of fewer microbatches."""
 
 
 def practice(
@@ -73,24 +78,41 @@ def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Ca
 def _fastest(
     splits: Iterable[tuple[Sketch, _Split]], below: float, until: float, first: float = 0.0
 ) -> tuple[Candidate | None, float]:
-    best, all_kept = None, set[tuple[Sketch, int, int]]()
+    best, all_kept, bound_s, began = None, set[tuple[Sketch, int, int]](), INF, clock.counted()
+    pipelines = list[tuple[float, int, Sketch, _Split, StageStyle]]()
     for sketch, split in sorted(splits, key=lambda x: x[1].least_s):
         if split.least_s >= below:
             break
         if clock.counted() > (until if best else until + first):
-            return best, split.least_s
+            bound_s = split.least_s
+            break
         key = (sketch, split.d, split.t)
         if split.p == 1 and key in all_kept:  # more microbatches only save memory
             continue
-        for seconds, candidate in _plans(sketch, split, below):
-            if seconds < below:
-                taken_s = sketch.prices.of(candidate).cost.total_s
-                if taken_s >= below or not sketch.prices.fits(candidate):
-                    continue
-                best, below = candidate, taken_s
-            if all(w.data.strategy == "replicate" and not w.checkpoint for w in candidate.ways):
+        for style in _styles(sketch, split):
+            seconds, candidate = _filled(sketch, split, style, below)
+            if split.p > 1 and seconds < INF:
+                pipelines.append((seconds, len(pipelines), sketch, split, style))
+            if candidate is not None and _is_faster(sketch.prices, candidate, below):
+                best, below = candidate, sketch.prices.of(candidate).cost.total_s
+            if candidate and all(w.data.strategy == "replicate" and not w.checkpoint for w in candidate.ways):
                 all_kept.add(key)
-    return best, INF
+    until = max(until, clock.counted()) + _EVENED * (min(until, clock.counted()) - began)
+    for seconds, _, sketch, split, style in sorted(pipelines):
+        if seconds >= _UNEVEN * below:
+            break
+        if clock.counted() > until:
+            bound_s = min(bound_s, split.least_s)
+            continue
+        evened = _evened(sketch, split, style, below)
+        candidate = None if evened is None else _filled(sketch, evened, style, below)[1]
+        if candidate is not None and _is_faster(sketch.prices, candidate, below):
+            best, below = candidate, sketch.prices.of(candidate).cost.total_s
+    return best, bound_s
+
+
+def _is_faster(prices: Prices, candidate: Candidate, below: float) -> bool:
+    return prices.of(candidate).cost.total_s < below and prices.fits(candidate)
 
 
 def _widths(space: Space) -> list[int]:
@@ -177,26 +199,56 @@ def _balanced(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int
         remaining = remaining[: len(remaining) - (p - s - 1)]
         target = sums[starts[-1]] + (sums[-1] - sums[starts[-1]]) / (p - s + 1)
         starts.append(min(remaining, key=lambda c: abs(sums[c] - target)))
-    stages = np.diff(sums[[*starts, len(compute_s)]])
-    least_s = max(float(sums[-1]), float((sums[starts] + m * stages).max()))
-    return _Split(d, t, p, m, tuple(starts), least_s)
+    # A step is no shorter than any stage's microbatches after the first one has passed all stages in front. With any
+    # cuts, the longest of these sums is least if all are equal: stage s then has the share (1 - 1/m)^s of the first.
+    return _Split(d, t, p, m, tuple(starts), float(sums[-1]) / (1 - (1 - 1 / m) ** p))
 
 
-def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Candidate]]:
-    """Seconds and plan of a split for each data strategy that fits; those not below ``below`` may be left out."""
-    space, n, w = sketch.space, sketch.n, x.d * x.t
-    for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
+def _styles(sketch: Sketch, x: _Split) -> Iterator[StageStyle]:
+    """Each data strategy in which the split may fit."""
+    for kind in (k for k in _KINDS if k in sketch.space.strategies.data and (x.d > 1 or k == "replicate")):
         style = StageStyle(x.d, x.t, kind, False)
-        if not sketch.possible(w, x.num_microbatches, style).all() or _overfull(sketch, x, style):
-            continue
-        filled = _filled(sketch, x, style, below)
-        if filled is not None:
-            seconds, uniforms = filled
-            stages = zip(uniforms, x.starts, (*x.starts[1:], n), strict=True)
-            yield seconds, Candidate(
-                origin="hybrid+ckpt", num_microbatches=x.num_microbatches, widths=(w,) * x.p, starts=x.starts,
-                schedule="1f1b" if x.p > 1 else "none", ways=tuple(way for u, a, b in stages for way in u.ways[a:b]),
-            )  # fmt: skip
+        if sketch.possible(x.d * x.t, x.num_microbatches, style).all() and not _overfull(sketch, x, style):
+            yield style
+
+
+def _evened(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> _Split | None:
+    """The split with the cuts that make its slowest stage fastest, with what each stage has to recompute; None where
+    some stage is then still too slow for a step of ``below`` seconds. Stages in front hold more microbatches, so they
+    recompute more and become shorter than stages of equal compute."""
+    m, n, w, schedule = x.num_microbatches, sketch.n, x.d * x.t, sketch.space.strategies.schedules["1f1b"]
+    cuts, known = [c for c in range(n) if sketch.space.profile.graph.cuttable(c) or not c], dict[object, float]()
+
+    def seconds(s: int, a: int, b: int) -> float:
+        """Seconds of stage ``s`` for each microbatch, with what is paid once per step."""
+        key = (a, b, flight := schedule.in_flight(s, x.p, m))
+        if key not in known:
+            stage = sketch.stage(a, b, w, style, m, flight)
+            t = None if stage is None else stage[0]
+            known[key] = INF if t is None else t.forward + t.backward + (t.last_backward_extra + t.after) / m
+        return known[key]
+
+    def within(most: float) -> tuple[float, tuple[int, ...]] | None:
+        """Seconds of the slowest stage and cuts, with as many components as possible in the last stages."""
+        starts, slowest = [n], 0.0
+        for s in range(x.p - 1, -1, -1):
+            some = cuts[s : bisect_left(cuts, starts[0])] if s else cuts[:1]
+            at = bisect_left(some, True, key=lambda a: seconds(s, a, starts[0]) <= most)
+            if at == len(some):
+                return None
+            slowest = max(slowest, seconds(s, some[at], starts[0]))
+            starts.insert(0, some[at])
+        return slowest, tuple(starts[:-1])
+
+    best = within(below / (m + (x.p - 1) / 2))
+    if best is None:
+        return None
+    low = best[0] / 2
+    for _ in range(_HALVINGS):
+        middle = (low + best[0]) / 2
+        faster = within(middle)
+        best, low = (best, middle) if faster is None else (faster, low)
+    return replace(x, starts=best[1])
 
 
 def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
@@ -221,27 +273,32 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     return bool((memory > space.capacity(sketch.gpus)).any())
 
 
-def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, list[Uniform]] | None:
-    """Seconds of a step, and the configuration of each stage, with as few components recomputed as fit; None where none
-    fits, or where the lower bound is ``below`` seconds or more."""
-    m, times, chosen = x.num_microbatches, list[StageTimes](), list[Uniform]()
-    schedule = sketch.space.strategies.schedules["1f1b"] if x.p > 1 else None
-    for s, (a, b) in enumerate(zip(x.starts, (*x.starts[1:], sketch.n), strict=True)):
-        stage = sketch.stage(a, b, x.d * x.t, style, m, 1 if schedule is None else schedule.in_flight(s, x.p, m))
+def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, Candidate | None]:
+    """Seconds of a step and the plan with as few components recomputed as fit; infinite where none fits. A lower bound,
+    without a plan, where it is ``below`` seconds or more."""
+    m, p, w, n, times, chosen = x.num_microbatches, x.p, x.d * x.t, sketch.n, list[StageTimes](), list[Uniform]()
+    schedule = sketch.space.strategies.schedules["1f1b"] if p > 1 else None
+    for s, (a, b) in enumerate(pairwise((*x.starts, n))):
+        stage = sketch.stage(a, b, w, style, m, 1 if schedule is None else schedule.in_flight(s, p, m))
         if stage is None:
-            return None
+            return INF, None
         times.append(stage[0])
         chosen.append(stage[1])
+    ways = tuple(way for u, (a, b) in zip(chosen, pairwise((*x.starts, n)), strict=True) for way in u.ways[a:b])
+    plan = Candidate(
+        origin="hybrid+ckpt", num_microbatches=m, widths=(w,) * p, starts=x.starts,
+        schedule="1f1b" if p > 1 else "none", ways=ways,
+    )  # fmt: skip
     if schedule is None:
         single = times[0]
-        return m * (single.forward + single.backward) + single.last_backward_extra + single.after, chosen
-    offsets = [0, *accumulate([x.d * x.t] * x.p)]
+        return m * (single.forward + single.backward) + single.last_backward_extra + single.after, plan
     pricer = chosen[0].pricer
     moves = [
         pricer.handover(a, u.ways[a - 1].layout, v.ways[a].layout, o)
-        for a, u, v, o in zip(x.starts[1:], chosen, chosen[1:], offsets[1:], strict=False)
+        for a, u, v, o in zip(x.starts[1:], chosen, chosen[1:], range(w, w * p, w), strict=False)
     ]  # fmt: skip
-    if lower_bound(times, moves, schedule, m) >= below:
-        return None
-    clock.count("action", m * x.p)
-    return makespan(times, moves, schedule, m), chosen
+    least_s = lower_bound(times, moves, schedule, m)
+    if least_s >= below:
+        return least_s, None
+    clock.count("action", m * p)
+    return makespan(times, moves, schedule, m), plan

@@ -15,6 +15,8 @@ from asa.cost.planned import Price, StagePrice, price, ways_of
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.shards import Shards
 from asa.cost.states import States
+from asa.cost.traffic.collectives import Links
+from asa.cost.way import PHASES
 from asa.cost.work.compute import Times
 from asa.cost.work.spread import slowest_rank, working
 from asa.interfaces.strategy import Strategies
@@ -105,7 +107,8 @@ class Prices:
         self._splits: dict[int, np.ndarray] = {}
         self.uniform: dict[object, list[Way]] = {}
         """Cache of the ways of the whole strategies, which are the same for any number of microbatches."""
-        self._leasts: dict[tuple[object, ...], np.ndarray] = {}
+        self._leasts: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._insides: dict[tuple[int, int], np.ndarray] = {} if known is None else known._insides
         self._priced_candidates: dict[tuple[object, ...], Price] = {}
         if space.may_offload and space.request.offload == "auto" and not self._plain_fits():
             space.offloading = True
@@ -185,31 +188,53 @@ class Prices:
 
     def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
         """For each component the least seconds of forward and backward of one microbatch in a stage of ``width`` ranks
-        from rank ``first`` on, without communication; infinite where it cannot run there."""
+        from rank ``first`` on, with the collectives of tensor parallelism inside it, but no other communication;
+        infinite where it cannot run there."""
         busy = width if busy is None else busy
         at_once = working(width, busy, num_microbatches)
         if at_once not in self._slow:
             self._slow[at_once] = slowest_rank(self.space.profile, self.space.cluster, at_once)
-        seconds: list[float] = (self._least(width, num_microbatches, first) * self._slow[at_once]).tolist()
+        alone_s, inside_s = self._least(width, num_microbatches, first)
+        seconds: list[float] = (alone_s * self._slow[at_once] + inside_s).min(axis=0, initial=np.inf).tolist()
         return seconds
 
-    def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
-        """The seconds of :meth:`compute` for each component while no other rank works."""
+    def _least(self, width: int, num_microbatches: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of compute while no other rank works, and of the collectives inside, layout x component."""
         space, batch = self.space, self.space.request.global_batch
         speeds = space.cluster.speeds(range(first, first + width))
         key = (width, num_microbatches, speeds)
         if key in self._leasts:
             return self._leasts[key]
-        least = np.full(len(space.profile.graph), np.inf)
+        alone_s, inside_s = list[np.ndarray](), list[np.ndarray]()
         if speeds or width in space.weights:
             cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
             for layout in space.whole_layouts(width, num_microbatches):
-                least = np.minimum(least, self._unequal(layout, cut))
+                alone_s.append(self._unequal(layout, cut))
+                inside_s.append(np.zeros(len(self.fewest)))
         else:
             for samples, tensor, fewest in self._shards(width, num_microbatches):
-                least = np.minimum(least, np.where(self.fewest <= fewest, self.compute_on(samples, tensor), np.inf))
-        self._leasts[key] = least
-        return least
+                alone_s.append(np.where(self.fewest <= fewest, self.compute_on(samples, tensor), np.inf))
+                inside_s.append(self._inside(samples, tensor))
+        empty = np.empty((0, len(self.fewest)))
+        self._leasts[key] = np.array([*alone_s, *empty]), np.array([*inside_s, *empty])
+        return self._leasts[key]
+
+    def _inside(self, samples: int, tensor: int) -> np.ndarray:
+        """For each component, split ``tensor`` ways, the least seconds of its collectives in forward and backward of
+        ``samples`` samples, while no other ranks communicate."""
+        key = (samples, tensor)
+        if key not in self._insides:
+            space, graph = self.space, self.space.profile.graph
+            links, of_kind = Links(space.cluster, tensor, tensor), dict[int, float]()
+            for i, kind in enumerate(self.like):
+                if kind not in of_kind:
+                    names = {n for cut in (False, space.by_tokens) for n in space.splitting(i, tensor, cut)}
+                    traffic = [space.strategies.tensor[n].traffic(graph.components[i], tensor, samples) for n in names]
+                    of_kind[kind] = min(
+                        (sum(links.seconds(c) for c in row if c.phase in PHASES[:2]) for row in traffic), default=0.0
+                    )
+            self._insides[key] = np.array([of_kind[kind] for kind in self.like])
+        return self._insides[key]
 
     def _shards(self, width: int, num_microbatches: int) -> list[tuple[int, int, int]]:
         """For each layout without weights: samples of the largest shard, tensor degree, samples of the smallest

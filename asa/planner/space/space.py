@@ -127,7 +127,7 @@ class Space:
         component = self.profile.graph.components[index]
         if component.tied and layout.data != layout.width:  # all components that share a parameter run in one way
             return
-        for tensor in self._tensor(index, layout.tensor, layout.sequence):
+        for tensor in self.splitting(index, layout.tensor, layout.sequence):
             named = (tensor, layout.tensor)
             split = self._tensor_degrees.setdefault(named, TensorDegree(strategy=tensor, degree=layout.tensor))
             share = self.strategies.tensor[tensor].share(component, layout.tensor)
@@ -215,7 +215,7 @@ class Space:
 
     def splits(self, index: int, degree: int) -> bool:
         """Whether component ``index`` can be split ``degree`` ways."""
-        return bool(self._tensor(index, degree))
+        return bool(self.splitting(index, degree))
 
     def enough_samples(self, index: int, degree: int, num_microbatches: int) -> bool:
         """Whether every one of ``degree`` ranks has the fewest samples of component ``index`` in every microbatch."""
@@ -237,7 +237,9 @@ class Space:
         component = self.profile.graph.components[index]
         return 2 if component.batch_norm and component.name not in self._measured_one else 1
 
-    def _tensor(self, index: int, degree: int, sequence: bool = False) -> list[TensorStrategyName]:
+    def splitting(self, index: int, degree: int, sequence: bool = False) -> list[TensorStrategyName]:
+        """The tensor strategy that splits component ``index`` into ``degree`` shards, if one can; ``sequence``: where
+        its layout splits tokens."""
         key = (index, degree, sequence)
         if key not in self._splits:
             component = self.profile.graph.components[index]

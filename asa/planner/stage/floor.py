@@ -35,7 +35,8 @@ _PIVOTS = 4
 class Floor:
     """Bounds on a single stage: ms of a step, ms that are paid once per step besides compute on gradients in the last
     backward, and GiB that any choice holds.
-    ``may_bind``: some choices hold more than there is. ``ways``: number of ways of all components priced for it."""
+    ``may_bind``: some choices hold more than there is. ``ways``: number of ways of all different components priced for
+    it."""
 
     whole: float
     once: float
@@ -50,7 +51,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     pricer = prices.pricer(width, num_microbatches)
     menu, offered, which, begin = _offered(prices, pricer, allowed)
     if len(begin) < len(space.profile.graph):
-        return Floor(INF, INF, 0.0, False, len(which))
+        return Floor(INF, INF, 0.0, False, int(menu.first[which].sum()))
     x, capacity = menu.priced(pricer, which), space.room(0, width, width) / GIB
     largest = np.maximum.reduceat(x.state + x.activations + x.gradients, begin).sum() + x.transient.max()
     may_bind = bool(largest / GIB > capacity)
@@ -58,14 +59,15 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
         which = np.flatnonzero(offered)
         begin = begins(menu.component[which])
         x = menu.priced(pricer, which)
+    ways = int(menu.first[which].sum())
     late, sides = _sides(x, num_microbatches, overlap)
     step_ms = float(np.minimum.reduceat(sides, begin, axis=1).sum(axis=1).max())
     once = float(np.minimum.reduceat(late - x.bucket, begin).sum()) * MS
     if not may_bind:
-        return Floor(step_ms, once, 0.0, False, len(which))
+        return Floor(step_ms, once, 0.0, False, ways)
     memory, pivots = _least_memory(x, begin)
     bounds = [_dearer(side, largest, begin, capacity - transient) for side in sides for largest, transient in pivots]
-    return Floor(max(step_ms, *bounds), once, memory, True, len(which))
+    return Floor(max(step_ms, *bounds), once, memory, True, ways)
 
 
 def of_stages(prices: Prices, width: int, num_microbatches: int, busy: int, allowed: Allowed) -> Any | None:

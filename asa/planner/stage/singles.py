@@ -306,10 +306,10 @@ def likely_tight(some: Sequence[Single]) -> bool:
 
 
 def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float, batch: int) -> float:
-    """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of
-    ``uniform``, the best whole strategy, are tried with at most as many microbatches; if all ranks do not divide
-    ``batch``, the widest that do, and the widest that it divides, with one, and there and on unequal ranks the widths
-    with least compute; if memory binds, stages of all ranks."""
+    """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. If memory binds, stages of all
+    ranks are tried. Stages of the width of ``uniform``, the best whole strategy, are tried with at most as many
+    microbatches; if all ranks do not divide ``batch``, the widest that do, and the widest that it divides, with one,
+    and there and on unequal ranks the widths with least compute."""
     widths = {x.width for x in stages}
     kinds: list[tuple[int, tuple[int, ...], float]] = [(max(widths, default=0), (), float("inf"))]
     if widths and batch % max(widths):
@@ -322,18 +322,17 @@ def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float,
         kinds.append((uniform.ranks, uniform.ways[0].layout.weights, uniform.num_microbatches))
     value = float("inf")
     for width, weights, most in kinds:
-        candidates, ways = [x for x in stages if (x.width, x.weights) == (width, weights)], 0
-        for single in sorted(candidates, key=lambda x: x.num_microbatches):
-            is_wanted = single.num_microbatches <= most and (single.likely_tight or most < float("inf"))
-            if single.bound >= best or single.slow or not is_wanted:
+        candidates, ways = list[Single](), 0
+        for single in sorted(stages, key=lambda x: x.num_microbatches):
+            if (single.width, single.weights) != (width, weights) or single.num_microbatches > most:
+                continue
+            if single.bound >= best or single.slow or not (single.likely_tight or most < float("inf")):
                 break
             if (ways := ways + (single.ways if single.num_microbatches > 1 else 0)) > _MORE:
                 break
+            candidates.append(single)
+        for single in sorted(candidates, key=lambda x: x.least):
             if single.least < best:
                 single.begin(best)
-                if single.value < best:
-                    value = best = single.value
-                    break
-            elif single.least < float("inf"):  # more microbatches are in the space only where this many do not fit
-                break
+                value = best = min(best, single.value)
     return value
