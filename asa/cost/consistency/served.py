@@ -14,7 +14,7 @@ computes its updates.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from asa.cost.consistency.played import Draws, Machine, Played, counted, late_rate
@@ -58,6 +58,7 @@ class Served:
         self._ages: list[int] = []
         self._exact_ages: list[float] = []
         self._slowest = 0
+        self._at_clock = Counter({0: len(self._workers)})
         self._blocked: set[int] = set()
         self._rejected = 0
         self._batch = machine.rows
@@ -204,8 +205,10 @@ class Served:
         self.applied += rows
         me.own_rows += rows
         me.finished.append((self.now, rows))
+        self._at_clock[me.clock] -= 1
         me.clock += 1
-        self._slowest = min(other.clock for other in self._workers)
+        self._at_clock[me.clock] += 1
+        self._slowest += not self._at_clock[self._slowest]
         if self.discipline.synchronous:  # the update of all workers is the same one
             for other in range(len(self._workers)) if self._slowest >= me.clock else ():
                 self._begin(other, self.now)

@@ -166,7 +166,8 @@ class Space:
     def _wide_layouts(self, width: int, num_microbatches: int, weights: tuple[int, ...]) -> Iterator[Layout]:
         for tensor in (t for t in divisors(width) if t <= _WIDEST_SPLIT):
             even = [Layout(width=width, data=d, tensor=tensor) for d in divisors(width // tensor)]
-            samples = [self.samples(replace(x, weights=weights), num_microbatches) for x in even]
+            some = [replace(x, weights=weights) for x in even] if weights else even
+            samples = [self.samples(x, num_microbatches) for x in some]
             most = {len(even) - 1, *(max((i for i, n in enumerate(samples) if n >= k), default=0) for k in (1, 2))}
             yield from (even[i] for i in sorted(most))
 

@@ -334,5 +334,6 @@ def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float,
         for single in sorted(candidates, key=lambda x: x.least):
             if single.least < best:
                 single.begin(best)
-                value = best = min(best, single.value)
+                value = single.value if single.value < best else value
+                best = min(best, value)
     return value
