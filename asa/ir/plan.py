@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -386,6 +387,24 @@ class Plan:
         if plain and self.strategy != "ddp":
             text += f", {plain / promised:.2f} times as fast as ddp"
         return text
+
+    @property
+    def outline(self) -> str:
+        """How the plan divides the work, in a few words: ``1f1b of 11 + 3 components, 2 microbatches``."""
+        words = list[str]()
+        for c in self.components:
+            split = f"{c.tensor.strategy} x{c.tensor.degree}" if c.tensor.degree > 1 else ""
+            spread = c.data.text if c.data.degree > 1 else ""
+            words.append(", ".join(x for x in (spread, split, "checkpointed" if c.checkpoint else "") if x))
+        kinds = [f"{word} ({count})" for word, count in Counter(words).most_common() if word]
+        stages = Counter(c.stage for c in self.components)
+        if len(stages) > 1:
+            counts = " + ".join(str(stages[s]) for s in sorted(stages))
+            kinds.insert(0, f"{self.schedule} of {counts} components")
+        weights = [":".join(map(str, s.weights)) for s in self.stages if s.weights]
+        kinds += [f"batch divided {w}" for w in dict.fromkeys(weights)]
+        kinds += [f"{self.num_microbatches} microbatches"] if self.num_microbatches > 1 else []
+        return ", ".join(kinds) or "one rank"
 
     def save(self, path: Path | str) -> Path:
         """Write the plan as JSON, for ``plan=`` of another run, ``asa explain`` and ``asa export``; returns the path.

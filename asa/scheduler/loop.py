@@ -142,6 +142,7 @@ class Loop:
                 "step": self.step,
                 "old": fingerprint(old),
                 "new": fingerprint(target.plan),
+                "outline": target.plan.outline,
                 "why": change.why,
                 "rung": change.rung,
                 "processes": list(target.processes),

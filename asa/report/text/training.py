@@ -36,6 +36,7 @@ def epoch_line(record: EpochRecord, *, trained: bool = True, metric: str = "accu
 def replan_line(event: Mapping[str, Any]) -> str:
     """A change of plan, its roll-back, or its outcome, from the event that announced it."""
     gain = percent(event.get("predicted_gain"), signed=True)
+    outline = f" ({event['outline']})" if event.get("outline") else ""
     if event["kind"] == "outcome":
         return f"the new plan: {gain} of a step promised, {percent(event['measured_gain'], signed=True)} measured"
     if event["kind"] == "keep":
@@ -43,7 +44,7 @@ def replan_line(event: Mapping[str, Any]) -> str:
     if event["kind"] == "wait":
         return f"another plan is faster, and waits: {event['why']}"
     if event["kind"] == "rollback":
-        return f"back to the old plan {event['new']}: {event['why']}"
+        return f"back to the old plan {event['new']}{outline}: {event['why']}"
     if event["kind"] == "memory":
         return (
             f"new plan {event['new']} ({event['strategy']} on {ranks(event['ranks'])}, {size(event['promised_bytes'])} "
@@ -58,7 +59,7 @@ def replan_line(event: Mapping[str, Any]) -> str:
         )
     where = _on_ranks(event)
     norms = f"; {event['batch_norm']}" if event.get("batch_norm") else ""
-    return f"new plan {event['new']}{where}, {gain} of a step promised: {event['why']}{norms}"
+    return f"new plan {event['new']}{outline}{where}, {gain} of a step promised: {event['why']}{norms}"
 
 
 def _on_ranks(event: Mapping[str, Any]) -> str:
