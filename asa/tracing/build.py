@@ -237,30 +237,19 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known_fingerprint: st
     """
     small, large = _batches(example)
     traced: TracedModel | None = None
+    except_one: set[str] | None = set()
     with preserved(model), torch.enable_grad():
-        try:
-            if why := getattr(model, UNCUT, ""):
-                raise fx.proxy.TraceError(why)
-            before = foreign_state()
-            programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
-            if foreign_state()[: len(before)] != before:  # numpy may have been imported meanwhile
-                raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
-            programs = _one_graph(*programs) if small.is_meta else programs
-            if not small.is_meta:
-                _rename_constants(*programs)
-            components, notes, dims, common = _components(model, programs, small, large)
-            structures = (structure_of(programs[0]), structure_of(programs[1]))
-            if known_fingerprint and known_fingerprint == model_fingerprint(model, components):
-                traced, reason = _chain(name, model, components, structures, dims, notes, small, [], common), ""
-            else:
-                facts = _weighed(model, components, small, large)
-                traced = _chain(name, model, components, structures, dims, notes, small, facts, common)
-                reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
-        except Exception as error:  # a model's code may raise anything on symbolic values, or in components
-            reason = reason_of(error)
+        while True:
+            try:
+                traced, reason = _traced(name, model, small, large, known_fingerprint, except_one)
+            except Exception as error:  # a model's code may raise anything on symbolic values, or in components
+                reason = reason_of(error)
+            if not (reason and except_one):
+                break
+            except_one = None  # what holds for all batches but those of one sample is not used
         if traced is None or reason:
             only, structures, dims = as_one_component(model, small, large)
-            components = [only]
+            components: list[TracedComponent] = [only]
             facts = _weighed(model, components, small, large)
             traced = _chain(
                 name, model, components, structures, dims, [f"the model is one component: {reason}"], small, facts
@@ -270,6 +259,33 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known_fingerprint: st
         for module in set(component.modules()) - own_modules:
             module.training = model.training
     return traced
+
+
+def _traced(
+    name: str, model: nn.Module, small: Tensor, large: Tensor, known_fingerprint: str, except_one: set[str] | None
+) -> tuple[TracedModel, str]:
+    """The components of ``model``, and how they differ from it: arguments of :func:`trace`, and ``except_one`` of
+    :class:`asa.tracing.shapes.Oracle`. A batch of one sample is compared, too, if an answer does not hold for it."""
+    if why := getattr(model, UNCUT, ""):
+        raise fx.proxy.TraceError(why)
+    before = foreign_state()
+    train, evaluate = (trace_mode(model, training, (small, large), except_one) for training in (True, False))
+    programs = (train, evaluate)
+    if foreign_state()[: len(before)] != before:  # numpy may have been imported meanwhile
+        raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
+    programs = _one_graph(*programs) if small.is_meta else programs
+    if not small.is_meta:
+        _rename_constants(*programs)
+    components, notes, dims, common = _components(model, programs, small, large)
+    structures = (structure_of(programs[0]), structure_of(programs[1]))
+    if known_fingerprint and known_fingerprint == model_fingerprint(model, components):
+        return _chain(name, model, components, structures, dims, notes, small, [], common), ""
+    facts = _weighed(model, components, small, large)
+    traced = _chain(name, model, components, structures, dims, notes, small, facts, common)
+    for batch in (small, small[:1]) if except_one else (small,):
+        if reason := disagreement(model, traced.run, lambda t: _set_mode(components, t), batch):
+            return traced, reason
+    return traced, ""
 
 
 def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[Component]:
