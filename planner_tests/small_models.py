@@ -102,17 +102,74 @@ class Auxiliary(nn.Module):
         return (x, side) if self.training else x
 
 
-MODELS = {"blocks": blocks, "plain": plain, "perceptron": perceptron, "vision_transformer": vision_transformer}
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
+class Speeds(nn.Module):
+    """Angles of positions, from a buffer that is not saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("inverse", 10.0 ** -torch.linspace(0, 2, width // 2), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[:, None].to(x.dtype) * self.inverse.to(x.dtype)
+        return torch.cat((angles, angles), -1)
+
+
+class Rotated(nn.Module):
+    """Attention that reads tables of the model: rotations, a mask, slopes, and the index of its own biases."""
+
+    def __init__(self, width: int, heads: int, biases: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.biases = nn.Parameter(torch.linspace(-1, 1, biases))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, slopes: Tensor, index: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k = (t * cos + t.roll(1, -1) * sin for t in (q, k))
+        scores = q @ k.transpose(2, 3) + self.biases[index] + slopes[:, None, None] * mask
+        scores = scores.masked_fill(mask == 0, -1e9)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Tables(nn.Module):
+    """Three blocks that share tables of the root: one that is saved, two that are not, one of a module that each block
+    calls, and what is computed of them once."""
+
+    def __init__(self, num_classes: int = 10, heads: int = 3) -> None:
+        super().__init__()
+        self.patches, self.fc = nn.Conv2d(3, 24, 4, 4), nn.Linear(24, num_classes)
+        self.blocks = nn.ModuleList(Rotated(24, heads, 31) for _ in range(3))
+        self.rope, self.depth = Speeds(24 // heads), Speeds(24)
+        places = torch.arange(16)
+        self.register_buffer("mask", torch.ones(16, 16).tril())
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, heads + 1), persistent=False)
+        self.register_buffer("index", places[:, None] - places + 15, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        positions = torch.arange(x.shape[1], device=x.device)
+        angles = self.rope(x, positions)
+        cos, sin = angles.cos(), angles.sin()
+        for block in self.blocks:
+            x = block(x + self.depth(x, positions), cos, sin, self.mask, self.slopes, self.index)
+        return self.fc(x.mean(1))
+
+
+MODELS = {
+    "blocks": blocks, "plain": plain, "perceptron": perceptron, "vision_transformer": vision_transformer,
+    "tables": Tables,
+}  # fmt: skip
+CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10, "tables": 10}
 """Their classes."""
 EVEN = {
     "blocks": partial(blocks, 12),
     "plain": partial(plain, 100, (8, 8, 32, 24)),
     "perceptron": perceptron,
     "vision_transformer": partial(vision_transformer, 12, 4),
+    "tables": partial(Tables, 12, 4),
 }
 """The same with every cut divisible by 4."""
-EVEN_CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
+EVEN_CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12, "tables": 12}
 
 
 def build(name: str, *, even: bool = False) -> nn.Module:

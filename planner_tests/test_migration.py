@@ -40,7 +40,7 @@ from planner_tests.hand_plans import hand_plan, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 
-CLASSES = {"blocks": 10, "vision_transformer": 10}
+CLASSES = {"blocks": 10, "vision_transformer": 10, "tables": 10}
 BATCH = 24
 Placed = tuple[Plan, tuple[int, ...]]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from tracing_checks import assert_bitwise
 
 from asa.tracing import TracedModel, trace
@@ -69,8 +71,7 @@ def test_what_follows_from_shapes_is_computed_again_behind_each_cut() -> None:
     model = Model()
     traced = trace(model, torch.randn(2, TOKENS, 4), name="own")
     assert len(traced.components) == 5
-    assert traced.notes == ("blocks.0 to blocks.2 share the buffer rotation.speeds: they stay in one stage",)
-    assert traced.uncut == {2, 3}
+    assert (traced.notes, traced.uncut) == ((), frozenset())
     assert_bitwise(model, traced, torch.randn(5, TOKENS, 4))
 
 
@@ -134,6 +135,43 @@ def test_what_reads_values_is_told_without_computing_them() -> None:
 def test_what_writes_into_its_own_state_is_not_computed_again() -> None:
     traced = trace(Shared(Counting()), torch.randn(2, TOKENS, WIDTH), name="own")
     assert len(traced.components) == 1
+
+
+class Packing(nn.Module):
+    """Two layers, with a mask where the positions that ``kind`` names show several sequences in one."""
+
+    def __init__(self, kind: str, masks: Any) -> None:
+        super().__init__()
+        self.kind, self.masks = kind, masks
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        if self.kind == "read":
+            positions = positions + (x[..., 0] > 100)
+        packed = self.masks.find_packed_sequence_indices(positions % 3 if self.kind == "packed" else positions)
+        for layer in self.layers:
+            x = layer(x)
+        return x if packed is None else x * packed[..., None]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("in a row", 2), ("packed", 1), ("read", 1)])
+def test_whether_sequences_are_packed_is_looked_up(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers does: where nothing is packed, a mask is made of symbolic positions alone."""
+    masks = types.ModuleType("transformers.masking_utils")
+
+    def find(positions: Any) -> Any:
+        packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        return packed if isinstance(positions, fx.Proxy) or packed.any() else None
+
+    masks.find_packed_sequence_indices = find  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, masks.__name__, masks)
+    torch.manual_seed(0)
+    model, x = Packing(kind, masks), torch.randn(3, TOKENS, WIDTH)
+    traced = trace(model, x[:2], name="packing")
+    assert len(traced.components) == count
+    assert_bitwise(model, traced, x)
+    assert masks.find_packed_sequence_indices is find
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -77,6 +77,22 @@ def test_control_flow_on_shapes_is_followed() -> None:
     for model in (Batch(), Larger(), Single(), Chunks(), Split()):
         assert names(model, X, "which depends on the batch size") == ["model"]
 
+    class Expanded(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+            if positions.shape[0] != x.shape[0]:  # for one sample, it is what it was
+                positions = positions.expand(x.shape[0], -1)
+            return self.c(self.b(self.a(x + positions)))
+
+    assert names(Expanded(), X) == ["a", "b", "c"]
+
+    class Limited(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.c(self.b(x.masked_fill(x > 0, torch.finfo(x.dtype).min).relu()))
+
+    assert names(Limited(), X) == ["a", "b", "c"]
+
     class Halves(Net):
         def forward(self, x: Tensor) -> Tensor:
             y = self.a(x)

@@ -54,7 +54,8 @@ def repeatable(program: Program, observations: tuple[Any, Any]) -> dict[fx.Node,
             if answer is not None:
                 values[node] = answer
         elif node.op == "get_attr":
-            if not isinstance(program.attributes[str(node.target)], nn.Parameter):
+            changed = str(node.target) in observations[0].written
+            if not (changed or isinstance(program.attributes[str(node.target)], nn.Parameter)):
                 values[node] = None
         elif node.op in ("call_function", "call_method"):
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")

@@ -123,22 +123,32 @@ def _joined_blocks(units: list[Unit], segments: list[Segment], blocks: list[str]
     return notes
 
 
-def _shared_buffers(components: list[TracedComponent]) -> list[str]:
-    """Sentences on buffers that several components hold."""
+def _shared_buffers(components: list[TracedComponent], written: set[str]) -> tuple[frozenset[str], list[str]]:
+    """(names, sentences) of buffers that several components hold: names of those that are copied to every stage, and
+    sentences on the others. ``written`` are names of buffers that a run changes."""
     holders: dict[int, list[tuple[str, str]]] = {}
+    common, notes = set(), []
     for component in components:
         for name, buffer in component.named_buffers():
             holders.setdefault(id(buffer), []).append((component.name, name))
-    return [
-        f"{several[0][0]} to {several[-1][0]} share the buffer {several[0][1]}: they stay in one stage"
-        for several in holders.values()
-        if len(several) > 1
-    ]
+            if buffer.requires_grad:
+                written = written | {name}
+    for several in holders.values():
+        (first, name), (last, _) = several[0], several[-1]
+        if len(several) < 2:
+            continue
+        if any(n in written for _, n in several):
+            notes.append(f"{first} to {last} share the buffer {name}, which forward writes: they stay in one stage")
+        elif len({n for _, n in several}) > 1:  # a checkpoint of one stage has only the first name
+            notes.append(f"{first} to {last} share the buffer {name} under several names: they stay in one stage")
+        else:
+            common.add(name)
+    return frozenset(common), notes
 
 
 def _components(
     model: nn.Module, programs: tuple[Program, Program], small: Tensor, large: Tensor
-) -> tuple[list[TracedComponent], list[str], BatchDims]:
+) -> tuple[list[TracedComponent], list[str], BatchDims, frozenset[str]]:
     runs: list[tuple[Observation, Observation]] = []
     for program, training in zip(programs, (True, False), strict=True):
         if runs and program.graph is programs[0].graph:
@@ -201,9 +211,9 @@ def _components(
     if tied:
         names = ", ".join(c.name for c in components if c.ties)
         notes.append(f"{names} share parameters: they stay whole, in one stage")
-    notes += _shared_buffers(components)
+    common, said = _shared_buffers(components, {name for pair in runs for run in pair for name in run.written})
     dims = [batch_dims(p, a.shapes, b.shapes) for p, (a, b) in zip(programs, runs, strict=True)]
-    return components, notes, dims[1] | dims[0]
+    return components, notes + said, dims[1] | dims[0], common
 
 
 def _set_mode(components: list[TracedComponent], training: bool) -> None:
@@ -227,30 +237,19 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known_fingerprint: st
     """
     small, large = _batches(example)
     traced: TracedModel | None = None
+    except_one: set[str] | None = set()
     with preserved(model), torch.enable_grad():
-        try:
-            if why := getattr(model, UNCUT, ""):
-                raise fx.proxy.TraceError(why)
-            before = foreign_state()
-            programs = (trace_mode(model, True, (small, large)), trace_mode(model, False, (small, large)))
-            if foreign_state()[: len(before)] != before:  # numpy may have been imported meanwhile
-                raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
-            programs = _one_graph(*programs) if small.is_meta else programs
-            if not small.is_meta:
-                _rename_constants(*programs)
-            components, notes, dims = _components(model, programs, small, large)
-            structures = (structure_of(programs[0]), structure_of(programs[1]))
-            if known_fingerprint and known_fingerprint == model_fingerprint(model, components):
-                traced, reason = _chain(name, model, components, structures, dims, notes, small, []), ""
-            else:
-                facts = _weighed(model, components, small, large)
-                traced = _chain(name, model, components, structures, dims, notes, small, facts)
-                reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
-        except Exception as error:  # a model's code may raise anything on symbolic values, or in components
-            reason = reason_of(error)
+        while True:
+            try:
+                traced, reason = _traced(name, model, small, large, known_fingerprint, except_one)
+            except Exception as error:  # a model's code may raise anything on symbolic values, or in components
+                reason = reason_of(error)
+            if not (reason and except_one):
+                break
+            except_one = None  # what holds for all batches but those of one sample is not used
         if traced is None or reason:
             only, structures, dims = as_one_component(model, small, large)
-            components = [only]
+            components: list[TracedComponent] = [only]
             facts = _weighed(model, components, small, large)
             traced = _chain(
                 name, model, components, structures, dims, [f"the model is one component: {reason}"], small, facts
@@ -260,6 +259,33 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known_fingerprint: st
         for module in set(component.modules()) - own_modules:
             module.training = model.training
     return traced
+
+
+def _traced(
+    name: str, model: nn.Module, small: Tensor, large: Tensor, known_fingerprint: str, except_one: set[str] | None
+) -> tuple[TracedModel, str]:
+    """The components of ``model``, and how they differ from it: arguments of :func:`trace`, and ``except_one`` of
+    :class:`asa.tracing.shapes.Oracle`. A batch of one sample is compared, too, if an answer does not hold for it."""
+    if why := getattr(model, UNCUT, ""):
+        raise fx.proxy.TraceError(why)
+    before = foreign_state()
+    train, evaluate = (trace_mode(model, training, (small, large), except_one) for training in (True, False))
+    programs = (train, evaluate)
+    if foreign_state()[: len(before)] != before:  # numpy may have been imported meanwhile
+        raise fx.proxy.TraceError("its forward draws from Python's or numpy's generators")
+    programs = _one_graph(*programs) if small.is_meta else programs
+    if not small.is_meta:
+        _rename_constants(*programs)
+    components, notes, dims, common = _components(model, programs, small, large)
+    structures = (structure_of(programs[0]), structure_of(programs[1]))
+    if known_fingerprint and known_fingerprint == model_fingerprint(model, components):
+        return _chain(name, model, components, structures, dims, notes, small, [], common), ""
+    facts = _weighed(model, components, small, large)
+    traced = _chain(name, model, components, structures, dims, notes, small, facts, common)
+    for batch in (small, small[:1]) if except_one else (small,):
+        if reason := disagreement(model, traced.run, lambda t: _set_mode(components, t), batch):
+            return traced, reason
+    return traced, ""
 
 
 def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[Component]:
@@ -277,6 +303,7 @@ def _chain(
     notes: list[str],
     small: Tensor,
     facts: list[Component],
+    common: frozenset[str] = frozenset(),
 ) -> TracedModel:
     names = {n for c in components for n, _ in (*c.named_parameters(), *c.named_buffers())}
     return TracedModel(
@@ -289,4 +316,5 @@ def _chain(
         unused=tuple(n for n, _ in (*model.named_parameters(), *model.named_buffers()) if n not in names),
         structures=structures,
         batch_dims=dims,
+        common=common,
     )

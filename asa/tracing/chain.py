@@ -70,6 +70,7 @@ class TracedModel:
         unused: parameters and buffers of the model that are in no component, because ``forward`` never reads them.
         structures: output structures in training and in evaluation.
         batch_dims: batch dimension of each output.
+        common: names of buffers that several components read and none writes. Each stage has its own copy.
     """
 
     name: str
@@ -81,6 +82,7 @@ class TracedModel:
     unused: tuple[str, ...]
     structures: tuple[Any, Any]
     batch_dims: BatchDims
+    common: frozenset[str] = frozenset()
 
     @property
     def note(self) -> str:
@@ -91,14 +93,16 @@ class TracedModel:
     def uncut(self) -> frozenset[int]:
         """Indices of components at which no pipeline stage may begin, because more than one tensor would cross.
 
-        Side outputs must be made in the last stage. A tensor that several components hold must be in one stage.
+        Side outputs must be made in the last stage. A tensor that several components hold must be in one stage, unless
+        it is a buffer that none of them writes.
         """
         indices: set[int] = set()
         first: dict[int, int] = {}
         for i, component in enumerate(self.components):
             if component.has_sides():
                 indices.update(range(i + 1, len(self.components)))
-            ids = {id(tensor) for tensor in (*component.parameters(), *component.buffers())}
+            named = (*component.named_parameters(), *component.named_buffers())
+            ids = {id(tensor) for name, tensor in named if name not in self.common}
             for tensor in ids | component.ties:
                 indices.update(range(first.setdefault(tensor, i) + 1, i + 1))
         return frozenset(indices)

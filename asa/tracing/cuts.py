@@ -10,7 +10,7 @@ the component that computes them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from asa.tracing.fused import fused_attention
-from asa.tracing.preserve import on_meta, with_tensors
+from asa.tracing.preserve import attributes, changed_attributes, on_meta, with_tensors
 from asa.tracing.program import Program, origin
 from asa.tracing.remembered import Remembered
 from asa.tracing.shapes import shape_only
@@ -29,7 +30,8 @@ from asa.tracing.shapes import shape_only
 @dataclass
 class Observation:
     """Results of one run of a program, by node: shapes and types of tensors, storages, which node writes into which
-    storage, and ``plain`` values that are not tensors."""
+    storage, and ``plain`` values that are not tensors. ``written`` are names of buffers that the run may have changed.
+    """
 
     batch: int
     shapes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
@@ -39,6 +41,7 @@ class Observation:
     storage: dict[fx.Node, int] = field(default_factory=dict)
     writes: list[tuple[fx.Node, int]] = field(default_factory=list)
     plain: dict[fx.Node, Any] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
 
 
 _HEAVY = 2**26
@@ -102,9 +105,35 @@ def observe(program: Program, example: torch.Tensor) -> Observation:
 
 def _observed(program: Program, example: torch.Tensor, objects: dict[str, Any]) -> Observation:
     observer = _Observer(program, objects, example.shape[0])
+    written = _watched(objects)
     with torch.no_grad(), fused_attention(), Remembered() if example.is_meta else contextlib.nullcontext():
         observer.run(example)
+    observer.observation.written = written()
     return observer.observation
+
+
+def _watched(objects: dict[str, Any]) -> Callable[[], set[str]]:
+    """Function that returns the names of the buffers in ``objects`` that were changed since. Those of a module that
+    assigns any attribute, and running statistics, count as changed."""
+    homes = {
+        f"{t}.{n}".rstrip("."): m for t, o in objects.items() if isinstance(o, nn.Module) for n, m in o.named_modules()
+    }
+    attributes_before = {path: attributes(m) for path, m in homes.items()}
+    buffers = {t: o for t, o in objects.items() if isinstance(o, torch.Tensor) and not isinstance(o, nn.Parameter)}
+    buffers |= {f"{path}.{n}": b for path, m in homes.items() for n, b in m.named_buffers(recurse=False)}
+    before = {n: (b._version, b if b.is_meta else b.detach().clone()) for n, b in buffers.items()}
+
+    def written() -> set[str]:
+        assigning = tuple(
+            f"{path}." for path, m in homes.items()
+            if isinstance(m, _NormBase) or changed_attributes(m, attributes_before[path])
+        )  # fmt: skip
+        return {
+            n for n, b in buffers.items()
+            if n.startswith(assigning) or b._version != before[n][0] or not (b.is_meta or torch.equal(b, before[n][1]))
+        }  # fmt: skip
+
+    return written
 
 
 def _state_tensors(objects: Iterable[Any]) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Recording of tensors that ``forward`` creates, if their size is symbolic or their content random."""
+"""Recording of tensors that ``forward`` creates, if their size is symbolic or their content random; and limits of
+symbolic types."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 _RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli")
 _FACTORIES = (*_RANDOM, "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "tensor")
+_LIMITS = ("finfo", "iinfo")
 
 
 @contextmanager
@@ -34,13 +36,19 @@ def recorded_factories(tracer: fx.Tracer) -> Iterator[None]:
 
         return make
 
+    def limits(original: Callable[..., Any]) -> Callable[..., Any]:
+        def of_type(*args: Any) -> Any:  # the type of a symbolic value is an answer about its shape
+            return original(*(tracer.value_of(a.node) if isinstance(a, fx.Proxy) else a for a in args))  # type: ignore[attr-defined]
+
+        return of_type
+
     # Torch lists its own functions once and keeps the list. It must not list ours, which hold the tracer and its model.
     torch.overrides.get_ignored_functions()
     torch.overrides.get_overridable_functions()
-    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    originals = {name: getattr(torch, name) for name in (*_FACTORIES, *_LIMITS)}
     try:
         for name, original in originals.items():
-            setattr(torch, name, recorded(name, original))
+            setattr(torch, name, limits(original) if name in _LIMITS else recorded(name, original))
         yield
     finally:
         for name, original in originals.items():

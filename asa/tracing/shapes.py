@@ -79,11 +79,18 @@ def _words(node: fx.Node) -> str:
 
 
 class Oracle:
-    """Runs the graph recorded so far on two examples that differ only in batch size."""
+    """Runs the graph recorded so far on two examples that differ only in batch size.
 
-    def __init__(self, examples: tuple[Tensor, Tensor], fetch: Callable[[str], Any]) -> None:
+    ``except_one`` collects questions whose answer is another one for a batch of a single sample. If it is None, they
+    are not answered.
+    """
+
+    def __init__(
+        self, examples: tuple[Tensor, Tensor], fetch: Callable[[str], Any], except_one: set[str] | None = None
+    ) -> None:
         self._examples = examples
         self._fetch = fetch
+        self._except_one = except_one
         self._values: dict[fx.Node, tuple[Any, Any]] = {}
         self.running = False
 
@@ -96,7 +103,10 @@ class Oracle:
         if not shape_only(node):
             raise LookupError(f"forward asks for {_words(node)}, which depends on data")
         answer = self._agreed(node, lambda value: value)
-        if any(self._for_batch(node, size) != answer for size in _SIZES):
+        other = [size for size in _SIZES if self._for_batch(node, size) != answer]
+        if other == [1] and self._except_one is not None:
+            self._except_one.add(_words(node))
+        elif other:
             raise _depends_on_batch(node)
         return answer
 
@@ -106,6 +116,22 @@ class Oracle:
         Raises:
             LookupError: it depends on data, or on the batch size.
         """
+        self._refuse_data(node)
+        found: Tensor = self._agreed(node, lambda value: value)
+        return found
+
+    def tensors(self, node: fx.Node) -> tuple[Tensor, Tensor]:
+        """The values of ``node`` for both examples; it is a tensor that follows from shapes, parameters and buffers.
+
+        Raises:
+            LookupError: it depends on data.
+        """
+        self._refuse_data(node)
+        with self._at_work():
+            self._evaluate(node.graph)
+        return self._values[node]
+
+    def _refuse_data(self, node: fx.Node) -> None:
         pending, visited = [node], set()
         while pending:
             current = pending.pop()
@@ -114,8 +140,6 @@ class Oracle:
             if current not in visited and not about_shape(current):
                 pending += current.all_input_nodes
             visited.add(current)
-        found: Tensor = self._agreed(node, lambda value: value)
-        return found
 
     def length(self, node: fx.Node) -> int:
         """The length of ``node``'s value; for a tensor, its first dimension.
@@ -130,13 +154,16 @@ class Oracle:
 
     def _agreed(self, node: fx.Node, of: Callable[[Any], Any]) -> Any:
         with self._at_work():
-            for earlier in node.graph.nodes:
-                if earlier not in self._values and earlier.op != "output":
-                    self._values[earlier] = (self._run(earlier, 0), self._run(earlier, 1))
+            self._evaluate(node.graph)
         first, second = (of(value) for value in self._values[node])
         if not _same(first, second):
             raise _depends_on_batch(node)
         return first
+
+    def _evaluate(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node not in self._values and node.op != "output":
+                self._values[node] = (self._run(node, 0), self._run(node, 1))
 
     def _for_batch(self, node: fx.Node, size: int) -> Any:
         """The value of ``node`` for a batch of ``size`` samples, if sizes of tensors follow that of the batch linearly;

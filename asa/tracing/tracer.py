@@ -19,6 +19,7 @@ from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.utils import _pytree as pytree
 
 from asa.tracing.factories import recorded_factories
+from asa.tracing.packed import packing_looked_up
 from asa.tracing.preserve import attributes, changed_attributes, mode, restore_attributes
 from asa.tracing.program import CONSTANT, Origin, Program, opened
 from asa.tracing.records import understood
@@ -57,12 +58,12 @@ class ModelTracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, examples: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, examples: tuple[Tensor, Tensor], except_one: set[str] | None = None) -> None:
         super().__init__()
         self.opaque: dict[str, str] = {}
         self.checkpointed: dict[str, None] = {}
         self.result: Any = None
-        self._oracle = Oracle(examples, lambda target: attrgetter(target)(self.root))
+        self._oracle = Oracle(examples, lambda target: attrgetter(target)(self.root), except_one)
         self._calls: Counter[str] = Counter()
         self._scopes: list[tuple[str, str]] = [("", "")]
         self._keys: Counter[str] = Counter()
@@ -182,6 +183,13 @@ class ModelTracer(fx.Tracer):
             value = layer(value, **options)
         return m.norm(value) if isinstance(m.norm, nn.Module) else value
 
+    def value_pair(self, node: fx.Node) -> tuple[Tensor, Tensor]:
+        """The values of ``node`` for two batch sizes if it depends on no data; raises ``TraceError`` otherwise."""
+        try:
+            return self._oracle.tensors(node)
+        except LookupError as error:
+            raise fx.proxy.TraceError(error.args[0]) from None
+
     def _mask(self, node: fx.Node) -> Tensor:
         """The value of an attention mask if it depends on no data; raises ``TraceError`` otherwise."""
         try:
@@ -230,20 +238,22 @@ def hooked(module: nn.Module) -> bool:
     return any(vars(module)[kind] for kind in _HOOKS)
 
 
-def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]) -> Program:
+def trace_mode(
+    model: nn.Module, training: bool, examples: tuple[Tensor, Tensor], except_one: set[str] | None = None
+) -> Program:  # fmt: skip
     """Trace ``model`` in one mode. The caller preserves it (:func:`asa.tracing.preserve.preserved`).
 
-    ``examples``: the same input at two batch sizes, for :class:`asa.tracing.shapes.Oracle`.
+    ``examples`` (the same input at two batch sizes) and ``except_one`` are for :class:`asa.tracing.shapes.Oracle`.
 
     Raises:
         fx.proxy.TraceError: even the model's own ``forward`` cannot be traced.
     """
     if hooked(model):  # fx runs the model's own forward, without its hooks
         raise fx.proxy.TraceError("the model itself has hooks")
-    tracer = ModelTracer(examples)
+    tracer = ModelTracer(examples, except_one)
     before = attributes(model)
     try:
-        with mode(model, training), recorded_factories(tracer):
+        with mode(model, training), recorded_factories(tracer), packing_looked_up(tracer.value_pair):
             graph = tracer.trace(model)
             contrary = frozenset(p for p, m in model.named_modules() if p and m.training != training)
         named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}

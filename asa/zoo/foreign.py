@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
@@ -182,25 +182,7 @@ class Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits for ``x``: pixels [N, C, H, W], or tokens int64 [N, T]."""
-        traced: Any = x
-        with _not_packed() if isinstance(traced, fx.Proxy) else contextlib.nullcontext():
-            return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _not_packed() -> Iterator[None]:
-    """Context in which transformers makes no mask for packed sequences while a model is traced. Positions are the
-    model's own. A real run, which inspects their values, makes no such mask either, and uses causal attention."""
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    before = getattr(masks, "find_packed_sequence_indices", None)
-    if before is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = before
+        return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
 
 
 _TOKEN_MODELS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSequenceClassification")

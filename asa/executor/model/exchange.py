@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asa.errors import WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.sharding.collectives.axis import Axis
 
 
 def united(local: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
-    """Union of the named CPU tensors that the ranks of ``axis`` pass, on all of them; each name comes from one rank
-    (collective).
+    """Union of the named CPU tensors that the ranks of ``axis`` pass, on all of them (collective).
 
     Without an axis, a copy of this rank's own tensors. Names and shapes are sent as JSON, never as pickles.
+
+    Raises:
+        WorkersFailedError: two ranks pass different tensors of one name; raised on all of them.
     """
     if axis is None or axis.group is None:
         return dict(local)
@@ -25,6 +28,7 @@ def united(local: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
     dist.all_gather(sizes, torch.tensor([len(described)]), group=axis.group)
     tensors: dict[str, Tensor] = {}
+    different: list[str] = []
     for index in range(axis.size):
         header = torch.empty(int(sizes[index]), dtype=torch.uint8)
         if index == axis.index:
@@ -34,8 +38,20 @@ def united(local: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
             is_source = index == axis.index
             tensor = local[name].contiguous() if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(tensor, group_src=index, group=axis.group)
-            tensors[name] = tensor
+            if not _equal(tensors.setdefault(name, tensor), tensor):
+                different.append(name)
+    if different:
+        raise WorkersFailedError(
+            f"{different[0]} has other values in one stage than in another, although no traced step writes it: "
+            "plan with one stage"
+        )
     return tensors
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
+    same = one is other or (one.shape == other.shape and one.dtype == other.dtype)
+    return same and (one is other or bool(((one == other) | ((one != one) & (other != other))).all()))
 
 
 def broadcast_tensors(local: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:

@@ -188,7 +188,7 @@ def _check_stages(plan: Plan, traced: TracedModel) -> None:
                 "only the last stage may; plan with one stage"
             )
         for name, tensor in (*component.named_parameters(), *component.named_buffers()):
-            if owner.setdefault(id(tensor), a.stage) != a.stage:
+            if name not in traced.common and owner.setdefault(id(tensor), a.stage) != a.stage:
                 raise UsageError(
                     f"{name} is shared by stages {owner[id(tensor)]} and {a.stage}: components that share parameters "
                     "must be in one stage"
@@ -327,6 +327,7 @@ def materialize(
             recompute(component, context)
         component.to(device)
         component.cache_lookups(now=plan.compiled != "none")
+    _share_common(traced)
     execution.require(device, plan.compiled)
     execution.configure_kernels(device, plan.precision)
     whole = (
@@ -441,11 +442,32 @@ def _components_of_stage(traced: TracedModel, position: Position) -> tuple[Trace
     """The components of the rank's stage, and the names of the tensors of other stages, whose memory is freed."""
     elsewhere: set[str] = set()
     components = traced.components[position.components.start : position.components.stop]
+    kept = {m for component in components for m in component.modules()}
     for i, component in enumerate(traced.components):
         if i not in position.components:
             elsewhere |= {n for n, _ in (*component.named_parameters(), *component.named_buffers())}
-            component.to("meta")
-    return replace(traced, components=components), frozenset(elsewhere)
+            if kept.isdisjoint(component.modules()):
+                component.to("meta")
+                continue
+            for module in component.modules():
+                if module not in kept:  # a module that only computes from a common buffer is in several components
+                    module._apply(_without_values, recurse=False)
+    own = {n for component in components for n, _ in (*component.named_parameters(), *component.named_buffers())}
+    return replace(traced, components=components), frozenset(elsewhere - own)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _share_common(traced: TracedModel) -> None:
+    """Let all components refer to one copy of each common buffer again; each had converted its own."""
+    copies: dict[str, Tensor] = {}
+    for component in traced.components:
+        for name, buffer in component.named_buffers():
+            if name in traced.common:
+                path, _, leaf = name.rpartition(".")
+                component.get_submodule(path)._buffers[leaf] = copies.setdefault(name, buffer)
 
 
 def _links(surroundings: _Surroundings, traced: TracedModel) -> Links:

@@ -432,7 +432,8 @@ class ParallelModel:
         A buffer whose shape has changed, such as a state with one row for each sample, stays this rank's own.
         """
         for component, layout, shapes in zip(self.components, self.layouts, self._shapes, strict=True):
-            floats = [b for b in component.buffers() if b.is_floating_point()]
+            buffers = ((n, b) for n, b in component.named_buffers() if n not in self.traced.common)
+            floats = [b for _, b in buffers if b.is_floating_point()]
             axis = self.axis("gradient", layout.data_group(self.position.place))
             if axis.group is None or not floats:
                 continue
