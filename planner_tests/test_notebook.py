@@ -11,6 +11,8 @@ import nouns
 import pytest
 
 from asa.ir import notebook
+from asa.ir.plan import DataDegree, Stage, TensorDegree
+from asa.report.text.training import replan_line
 
 
 class _Cells(HTMLParser):
@@ -72,3 +74,15 @@ def test_lines_say_the_figures():
     assert "12.5 s a step predicted" in str(slow)
     assert "3 components, 147 ms forward and backward of 8 samples" in str(nouns.profile())
     assert "tiny: asa has the lowest median, 500 ms a step, of 5" in str(nouns.bench())
+
+
+def test_how_a_plan_divides_the_work_is_said_in_a_few_words():
+    plain = nouns.plan()
+    assert plain.outline == "replicate x2 (2), tensor x2 (1)"
+    whole = {"data": DataDegree(strategy="replicate", degree=1), "tensor": TensorDegree(strategy="none", degree=1)}
+    parts = tuple(replace(c, stage=int(c.name == "head"), **whole) for c in plain.components)
+    stages = (Stage(ranks=(0,)), Stage(ranks=(1,)))
+    two = replace(plain, components=parts, stages=stages, schedule="1f1b", num_microbatches=4)
+    assert two.outline == "1f1b of 2 + 1 components, 4 microbatches"
+    line = replan_line({"kind": "switch", "new": "b", "outline": plain.outline, "why": "w", "predicted_gain": 0.1})
+    assert line.startswith(f"new plan b ({plain.outline}), ")
