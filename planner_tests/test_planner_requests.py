@@ -82,6 +82,7 @@ def test_pins_that_make_no_sense_are_refused(text):
     ("pins", "error", "says"),
     [
         (("nosuch=tensor@2",), UsageError, "matches no component.*stem"),
+        (("stm=tensor@2",), UsageError, r"matches no component.*did you mean stem\?"),
         (("head=tensor@2", "h*=tensor@4"), UsageError, "contradict"),
         (("head=hsdp@2",), UsageError, "not built yet"),
         (("head=replicate@3", "stem=replicate@4"), InfeasibleError, "at once"),

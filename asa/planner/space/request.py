@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -69,10 +70,12 @@ def parse_pin(text: str) -> Pin:
     pattern, strategy = found.group(1), found.group(2)
     degree = None if found.group(3) is None else int(found.group(3))
     if strategy not in (*DATA_NAMES, *TENSOR_NAMES):
-        raise UsageError(
-            f"pin {text!r}: {strategy!r} is no strategy of one component; one of "
-            f"{', '.join((*DATA_NAMES, *TENSOR_NAMES))}"
-        )
+        offered = (*DATA_NAMES, *TENSOR_NAMES)
+        called = {"ddp": "replicate", "fsdp": "zero3"}.get(strategy)
+        near = [called] if called else get_close_matches(strategy, offered, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        one_of = f"one of {', '.join(offered)}"
+        raise UsageError(f"pin {text!r}: {strategy!r} is no strategy of one component{hint}; {one_of}")
     if degree is not None and (degree < 1 or (strategy == "none" and degree != 1)):
         raise UsageError(f"pin {text!r}: a degree is at least 1, and exactly 1 for none")
     return Pin(pattern=pattern, strategy=strategy, degree=degree)

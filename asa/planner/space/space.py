@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 
 from asa.cost.memory.peak import usable
@@ -337,7 +338,9 @@ def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
         matched = [i for i, name in enumerate(names) if pin.matches(name)]
         if not matched:
             shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-            raise UsageError(f"pin {pin} matches no component of {profile.model_spec}; it has {shown}")
+            near = get_close_matches(pin.pattern, names, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"it has {shown}"
+            raise UsageError(f"pin {pin} matches no component of {profile.model_spec}; {hint}")
         for i in matched:
             other = pin_of.get((i, pin.axis), pin)
             same = (other.strategy, other.degree) == (pin.strategy, pin.degree)
