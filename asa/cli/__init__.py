@@ -11,6 +11,8 @@ def main() -> None:
     import sys
     from contextlib import suppress
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)  # an exception could be lost in an import
     try:
         code = _run()
     except KeyboardInterrupt:  # before there is a command, or once more while one ends
@@ -26,9 +28,18 @@ def main() -> None:
     sys.exit(code)
 
 
+def _interrupted(*_: object) -> None:
+    """End a process in which no command has begun."""
+    import os
+
+    os.write(2, b"asa: interrupted\n")
+    os._exit(130)
+
+
 def _run() -> int:
     """Run the command in ``sys.argv`` with standard streams that exist; returns its exit code."""
     import os
+    import signal
     import sys
     from contextlib import suppress
 
@@ -45,4 +56,6 @@ def _run() -> int:
     # torch's C++ code logs a useless line on every rank whose memory is recorded during a step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_again(sys.argv[1:])
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run(sys.argv[1:])
