@@ -12,12 +12,12 @@ def main() -> None:
     from contextlib import suppress
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted)  # an exception could be lost in an import
+        signal.signal(signal.SIGINT, interrupted)  # an exception could be lost in an import
     try:
         code = _run()
-    except KeyboardInterrupt:  # before there is a command, or once more while one ends
+    except KeyboardInterrupt:  # once more while a command ends
         os._exit(130)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, interrupted):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the interpreter ends would print a traceback
     if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:
         # The work is done; exit at once, since freeing the millions of objects of a search takes half a second.
@@ -28,8 +28,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _interrupted(*_: object) -> None:
-    """End a process in which no command has begun."""
+def interrupted(*_: object) -> None:
+    """Answer Ctrl-C before a command has begun: end this process."""
     import os
 
     os.write(2, b"asa: interrupted\n")
@@ -39,7 +39,6 @@ def _interrupted(*_: object) -> None:
 def _run() -> int:
     """Run the command in ``sys.argv`` with standard streams that exist; returns its exit code."""
     import os
-    import signal
     import sys
     from contextlib import suppress
 
@@ -56,6 +55,4 @@ def _run() -> int:
     # torch's C++ code logs a useless line on every rank whose memory is recorded during a step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_again(sys.argv[1:])
-    if signal.getsignal(signal.SIGINT) is _interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run(sys.argv[1:])

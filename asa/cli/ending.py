@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from asa.cli import interrupted
 from asa.launch import signals
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -35,7 +36,7 @@ def interruptible(end: End) -> Iterator[None]:
     ``end``: what is raised there may be lost in an extension module, or become another error. Nothing is to be saved
     then. Processes forked here are interrupted as usual."""
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not main or signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, interrupted):
         yield
         return
     owner = os.getpid()
