@@ -175,13 +175,14 @@ def _internal(console: Console, error: Exception, debug: bool) -> int:
 
 
 def _end(console: Console, message: str, code: int, debug: bool) -> int:
-    from asa.ir.codec import SCHEMA_VERSION
-
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())
     with suppress(OSError):  # stderr may be closed; the exit code remains
         sys.stderr.write(f"asa: {line}\n")
+        sys.stderr.flush()
+    from asa.ir.codec import SCHEMA_VERSION
+
     with suppress(OSError, UnavailableError):
         console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
     return code
