@@ -143,9 +143,9 @@ def warn_of_squares(batch: Any, total: int) -> None:
     for path, leaf in [each for each in leaves if each[1].shape[:1] == (total,)][1:]:
         if leaf.shape == (total, total):
             warnings.warn(
-                f"batch{pytree.keystr(path)} is of shape {list(leaf.shape)} and is cut into rows, because the batch has "
-                f"{total} samples: if it has no row for each sample (a mask of positions), make it in the model's forward, or "
-                f"hand in batches of another size than {total}",
+                f"batch{pytree.keystr(path)} is of shape {list(leaf.shape)} and is cut into rows, because the batch "
+                f"has {total} samples: if it has no row for each (a mask of positions), make it in the model's "
+                f"forward, or hand in batches of another size than {total}",
                 stacklevel=3,
             )
 
