@@ -11,8 +11,10 @@ def main() -> None:
     import sys
     from contextlib import suppress
 
+    from asa.cli.interrupts import interrupted
+
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupted)  # an exception could be lost in an import
+        signal.signal(signal.SIGINT, interrupted)
     try:
         code = _run()
     except KeyboardInterrupt:  # once more while a command ends
@@ -26,14 +28,6 @@ def main() -> None:
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def interrupted(*_: object) -> None:
-    """Answer Ctrl-C before a command has begun: end this process."""
-    import os
-
-    os.write(2, b"asa: interrupted\n")
-    os._exit(130)
 
 
 def _run() -> int:

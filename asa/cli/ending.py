@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from asa.cli import interrupted
+from asa.cli.interrupts import interrupted
 from asa.launch import signals
 
 EXIT_CODE = 128 + signal.SIGTERM

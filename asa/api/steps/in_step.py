@@ -380,7 +380,7 @@ class InStep:
         return ""
 
     def _parted_behind(self, every: Sequence[_Figures]) -> str:
-        """As :meth:`_read_alone`, of all ranks, which are at the end of a batch (collective)."""
+        """The line of :meth:`_read_alone` for all ranks, which are at the end of a batch (collective)."""
         exchange = f"asa/passes/{sum(f.shared for f in every):g}"
         self._store.set(f"{exchange}/{self.rank}", json.dumps([self.shared, list(self._passes)]))
         others = [r for r in range(self.ranks) if every[r].shared != every[self.rank].shared]
