@@ -16,7 +16,9 @@ A message is one line: what was asked, the number that decides, the remedy.
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from types import FrameType
 from typing import ClassVar
 
 TRAINING = "asa-parallel[train]"
@@ -111,11 +113,24 @@ class PreemptedError(AsaError):
 def place_of(error: BaseException) -> str:
     """Text `` (model.py:12)``: the innermost line of the user's own code in the traceback of ``error``; empty without
     one."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        name = frame.filename
-        if not (name.startswith((_HERE, "<")) or _INSTALLED in name or f"{os.sep}lib{os.sep}python" in name):
-            return f" ({os.path.basename(name)}:{frame.lineno})"
-    return ""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((_place(f.filename, f.lineno) for f in frames if _of_the_user(f.filename)), "")
+
+
+def place_of_call() -> str:
+    """Text `` (train.py:31)``: the innermost line of the user's own code that runs now; empty without one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _of_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _of_the_user(file: str) -> bool:
+    return not (file.startswith((_HERE, "<")) or _INSTALLED in file or f"{os.sep}lib{os.sep}python" in file)
+
+
+def _place(file: str, line: int | None) -> str:
+    return f" ({os.path.basename(file)}:{line})"
 
 
 def lacking(package: str, what: str = "this") -> str:

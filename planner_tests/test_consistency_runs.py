@@ -201,4 +201,6 @@ def test_a_long_epoch_is_saved_inside_and_goes_on_from_there(tmp_path, text):
     before = checkpoint.find(folder).manifest.position
     again = run(under(text, 2), tmp_path, resume=True, **long)
     assert of(again, "start")[0]["resumed_step"] == steps[1]
+    told = [e["message"] for e in of(again, "note") if "momenta of its own" in e["message"]]
+    assert [line.partition(" each of ")[0] for line in told] == (["under hogwild"] if text == "hogwild" else [])
     assert before + sum(c["samples_handed_out"] for c in of(again, "consistency")) == 12 * 60

@@ -199,7 +199,7 @@ def test_a_request_that_comes_while_ranks_are_started_again_ends_the_run(tmp_pat
     monkeypatch.setenv(faults.VARIABLE, "kill@rank=1,step=8,point=backward")
     monkeypatch.setattr(signals, "begun", False)
     with (
-        terminable(),
+        terminable(lambda *_: None),
         pytest.raises(PreemptedError, match=r"stopped on request, but rank 1 of 2 .* checkpoint is of step 6;"),
         left_to_ranks(launched=False),
     ):
@@ -245,10 +245,50 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(("at_end", "codes"), [(False, (130,)), (True, (-signal.SIGINT,))])
-def test_an_interrupt_where_a_command_begins_or_ends_prints_no_traceback(at_end, codes):
+@pytest.mark.parametrize(("at_end", "code", "said"), [(False, 130, "asa: interrupted\n"), (True, -signal.SIGINT, "")])
+def test_an_interrupt_where_a_command_begins_or_ends_prints_no_traceback(at_end, code, said):
     done = subprocess.run(
         [sys.executable, "-c", _INTERRUPTED.format(at_end=at_end)], capture_output=True, text=True, check=False
     )
-    assert done.stderr == ""
-    assert done.returncode in codes
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+_PROBE = """
+import signal, sys
+from types import SimpleNamespace
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from asa import cli
+from asa.cli import options, verbs
+from asa.cli.verb import Verb
+def run(_, console):
+    import swallows
+    console.text("not ended")
+probe = Verb(name="probe", help="a test", run=run, options=(options.JSON,))
+verbs.VERBS["probe"] = ("nowhere", "a test")
+sys.modules["nowhere"] = SimpleNamespace(VERBS=(probe,))
+sys.argv = ["asa", "probe", "--json"]
+cli.main()
+"""
+_SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{sign})
+    for _ in range(1000):
+        pass
+except BaseException:
+    pass
+"""
+"""A module that, like some of C++, goes on where an exception is raised in its import."""
+
+
+@pytest.mark.parametrize(
+    ("sign", "code", "line"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated by SIGTERM")]
+)
+def test_a_signal_during_an_import_is_not_lost(tmp_path: Path, sign: str, code: int, line: str) -> None:
+    (tmp_path / "swallows.py").write_text(_SWALLOWS.format(sign=sign))
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, f"asa: {line}\n")
+    assert json.loads(done.stdout)["exit_code"] == code

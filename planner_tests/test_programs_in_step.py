@@ -160,6 +160,43 @@ def test_ranks_that_wait_in_different_passes_end_with_a_line(capfd: pytest.Captu
     assert "took another way" in str(ended.value) + capfd.readouterr().err
 
 
+def _reads(read: Any) -> Any:
+    """A loop in which rank 0 calls ``read`` before one of three forwards."""
+
+    def loop(net: Any, opt: Any, batches: Any) -> State:
+        for i, (x, y) in enumerate(batches):
+            if i == 1 and torch.distributed.get_rank() == 0:
+                read(net, opt)
+            opt.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            opt.step()
+        return {}
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("plan", "what", "read"),
+    [
+        ("tensor", "a read of values", lambda net, _: net[0].weight.norm()),
+        ("tensor", "model.state_dict()", lambda net, _: net.state_dict()),
+        ("fsdp", "a read of values", lambda net, _: print(net[0].weight.detach().mean().sqrt())),
+        ("fsdp", "a read of values", lambda net, _: nn.utils.clip_grad_norm_(net[0].parameters(), 1.0)),
+        ("zero1", "optimizer.state_dict()", lambda _, opt: opt.state_dict()),
+    ],
+)
+def test_what_one_rank_alone_reads_of_parts_is_said(
+    plan: str, what: str, read: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = _program(_reads(read))
+    with pytest.raises(AsaError) as ended:
+        run_ranks(2, _heard, [program.loop], program.plan(plan), threads=1, timeout_s=120)
+    said = str(ended.value) + capfd.readouterr().err
+    assert f"rank 0 alone came to {what}" in said
+    assert "(test_programs_in_step.py:" in said
+    assert "call it on every rank, outside of 'if rank == 0'" in said
+
+
 def test_ranks_that_part_are_warned_of_and_others_hear_nothing() -> None:
     loops = [_by_its_loss, _drawn, _usual]
     for by_loss, drawn, usual in run_ranks(2, _heard, loops, _program(_usual).plan("zero1"), threads=1, timeout_s=120):

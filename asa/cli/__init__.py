@@ -11,11 +11,15 @@ def main() -> None:
     import sys
     from contextlib import suppress
 
+    from asa.cli.interrupts import interrupted
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupted)
     try:
         code = _run()
-    except KeyboardInterrupt:  # before there is a command, or once more while one ends
+    except KeyboardInterrupt:  # once more while a command ends
         os._exit(130)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, interrupted):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the interpreter ends would print a traceback
     if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:
         # The work is done; exit at once, since freeing the millions of objects of a search takes half a second.

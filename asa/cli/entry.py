@@ -36,8 +36,12 @@ def run(argv: Sequence[str]) -> int:
     legible_stdout()
     console = Console(as_json=wants_json(argv, os.environ))
     debug = os.environ.get("ASA_DEBUG", "") not in ("", "0")
+
+    def end(message: str, code: int) -> int:
+        return _end(console, message, code, debug)
+
     try:
-        with console.keeping_stdout(), _quiet_libraries(debug), ending.terminable():
+        with console.keeping_stdout(), _quiet_libraries(debug), ending.terminable(end), ending.interruptible(end):
             try:
                 code = dispatch(argv, console) or 0
             except SystemExit as stop:  # argparse, after --help
@@ -50,9 +54,10 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except KeyboardInterrupt as interrupt:
-        return _end(console, str(interrupt) or "interrupted", 130, debug)
+        message, code = ending.INTERRUPTED
+        return end(str(interrupt) or message, code)
     except ending.Terminated:
-        return _end(console, "terminated by SIGTERM", ending.EXIT_CODE, debug)
+        return end(*ending.TERMINATED)
     except AsaError as error:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:
@@ -170,13 +175,14 @@ def _internal(console: Console, error: Exception, debug: bool) -> int:
 
 
 def _end(console: Console, message: str, code: int, debug: bool) -> int:
-    from asa.ir.codec import SCHEMA_VERSION
-
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())
     with suppress(OSError):  # stderr may be closed; the exit code remains
         sys.stderr.write(f"asa: {line}\n")
+        sys.stderr.flush()
+    from asa.ir.codec import SCHEMA_VERSION
+
     with suppress(OSError, UnavailableError):
         console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
     return code

@@ -228,6 +228,11 @@ class Discipline:
         return (self.waiting in ("bulk", "local", "pipelined") and self.quorum is None) or self.window == 0
 
     @property
+    def own_moments(self) -> bool:
+        """Whether workers keep optimizer states of their own, of which a checkpoint has rank 0's."""
+        return self.name == "hogwild" or self.quorum is not None
+
+    @property
     def served(self) -> bool:
         """Whether servers hold the weights and the optimizer's state."""
         return self.servers > 0

@@ -6,12 +6,13 @@ import math
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from asa.api.job.validation import Metric, validated
 from asa.api.messages import say
 from asa.api.model.optimizers import Rebinding
 from asa.api.rank_context import RankContext
-from asa.api.steps.batches import GlobalBatches, Share, moved, rows_of, samples_in
+from asa.api.steps.batches import GlobalBatches, Place, Share, moved, rows_of, samples_in, warn_of_squares
 from asa.api.tensors.clipping import clip, clip_own, understood_by_torch
 from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
@@ -67,6 +68,19 @@ class UserData:
     loss_fn: Callable[[Any, Any], Tensor]
     weight: LossWeight = None
     metric: Metric | None = None
+
+    def rows(self, part: Literal[0, 1], values: Any, rows: Sequence[int], total: int) -> Any:
+        """These rows of the inputs (0) or labels (1) of ``total`` samples."""
+        if (places := self._places[part]) is None and len(rows) < total:
+            warn_of_squares(values, total)
+        return rows_of(values, rows, total, places)
+
+    @cached_property
+    def _places(self) -> tuple[frozenset[Place] | None, frozenset[Place] | None]:
+        def one(part: int) -> frozenset[Place] | None:
+            return self.batches.places(lambda batch: self.split(batch)[part])
+
+        return one(0), one(1)
 
 
 class UserExecutor(PlannedExecutor):
@@ -282,11 +296,11 @@ class UserExecutor(PlannedExecutor):
         def labels_of(rows: slice) -> Any:
             counted.rows = rows.stop - rows.start
             everything = rows.stop - rows.start == share.total  # any structure is allowed, as on one device
-            return labels if everything else rows_of(labels, positions(rows), len(share.rows))
+            return labels if everything else self._data.rows(1, labels, positions(rows), len(share.rows))
 
         def read(rows: slice) -> Any:
             everything = rows.stop - rows.start == len(share.rows)
-            local_inputs = inputs if everything else rows_of(inputs, positions(rows), len(share.rows))
+            local_inputs = inputs if everything else self._data.rows(0, inputs, positions(rows), len(share.rows))
             return arguments(local_inputs) if model.called else local_inputs
 
         counted, counts = self._loss, bool(model.counts_rows())

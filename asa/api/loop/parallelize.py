@@ -214,8 +214,12 @@ def parallelize(
             device=context.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
             outer=Layout(width=context.ranks, data=context.ranks, tensor=1),
         )  # fmt: skip
-        built.meet = context.votes.meet
+        built.meet = meet
         return built
+
+    def meet(what: str, *, within_s: float) -> None:
+        with counters[0].together(what):
+            context.votes.meet(what, within_s=within_s)
 
     spare = spare_of(model) if not why else None
     several = None if only_whole else with_more_samples(model, batches, call)

@@ -136,6 +136,20 @@ def rows_of(
     return result
 
 
+def warn_of_squares(batch: Any, total: int) -> None:
+    """Warn of a tensor [total, total] behind another with ``total`` rows: a mask of as many positions as the batch has
+    samples looks as if it had a row for each sample."""
+    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
+    for path, leaf in [each for each in leaves if each[1].shape[:1] == (total,)][1:]:
+        if leaf.shape == (total, total):
+            warnings.warn(
+                f"batch{pytree.keystr(path)} is of shape {list(leaf.shape)} and is cut into rows, because the batch "
+                f"has {total} samples: if it has no row for each (a mask of positions), make it in the model's "
+                f"forward, or hand in batches of another size than {total}",
+                stacklevel=3,
+            )
+
+
 def places_per_sample(small: Any, large: Any, sizes: tuple[int, int], place: Place = ()) -> frozenset[Place] | None:
     """Where two batches of ``sizes`` samples have one row, or one entry of a list without tensors, per sample; None if
     they differ elsewhere, too."""
@@ -282,6 +296,15 @@ class GlobalBatches:
         batch = self._first()
         return rows_of(batch, range(min(samples, samples_in(batch))))
 
+    def places(self, of: Callable[[Any], Any]) -> frozenset[Place] | None:
+        """Where ``of(batch)`` has one row for each sample; None if two batches of other sizes do not tell."""
+        if not self.indexed or self.loader.batch_size == 1:
+            return None
+        try:
+            return places_per_sample(of(self.example(2)), of(self.example(3)), (2, 3)) or None
+        except Exception:  # any error of the data set, the collate_fn or the function
+            return None
+
     def _cuts_into_rows(self) -> bool:
         """Whether a whole batch can be collated as on one device and then cut into rows: every tensor, and every list
         without tensors, has one row per sample, or the same shape for any number of samples. Also records which have,
@@ -374,6 +397,8 @@ class GlobalBatches:
                 self._check_alike(total, batch)
                 if i >= skip:
                     rows = self._rows(total)
+                    if self.votes.rank == 0 and len(rows) < total:
+                        warn_of_squares(batch, total)
                     yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))
                 first += total
             self._check_alike(None)

@@ -9,14 +9,17 @@ writes its position to the store, where the ranks that skipped this pass, or wai
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet, ref
 
@@ -28,9 +31,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from asa.api.rank_context import meet_by
-from asa.errors import UsageError, WorkersFailedError
+from asa.errors import UsageError, WorkersFailedError, place_of_call
 from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
+from asa.sharding.collectives.reads import READ, kept_in_step
 from asa.sharding.split.of_rank import operands
 
 _LOOKS = 3
@@ -47,14 +51,20 @@ others'."""
 FORWARD, BACKWARD, UPDATE = "a call of the model", "a backward", "an update"
 _FIGURES = 4
 """Largest number of figures in an exchange."""
-_STOPPED = "no pass any more"
+_STOPPED, _END = "no pass any more", "the end of the batch"
 OTHER_ROWS = "a call of the model with other samples than the loader's"
 DECISION = "a test by which a loop goes on"
+_PASSES = (FORWARD, BACKWARD, UPDATE, OTHER_ROWS, DECISION, _END)
+"""What a training loop comes to. Ranks come alone to what is none of these by a condition on their number."""
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
     "by one of all ranks, asa.reduce(x); or some ranks called the model more often (until their samples have ended, "
     "if rank == 0): call it on all alike"
 )
+
+ALONE = "call it on every rank, outside of 'if rank == 0', and print or write on one what comes of it"
+_KEPT = 200
+"""Number of passes that a rank remembers, to say where ranks parted."""
 
 _ALIKE = {
     "weights": "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a rank's "
@@ -103,6 +113,8 @@ class InStep:
         self._pending: tuple[Any, list[Tensor]] | None = None
         self._since: float | None = None
         self._kind = ""
+        self._passes: deque[tuple[str, str]] = deque(maxlen=_KEPT)
+        """Kinds of the last passes, and where the program made them, for reads."""
         self._warned: set[str] = set()
         self._stopped = False
         self.derived = False
@@ -119,6 +131,7 @@ class InStep:
         """Optimizers that made steps, and are of no distributed model."""
         register_optimizer_step_post_hook(self._stepped)
         meet_by(self.world, self.meet)
+        kept_in_step(self.together)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def count(self, optimizers: Sequence[Optimizer]) -> None:
@@ -156,19 +169,28 @@ class InStep:
 
     @contextlib.contextmanager
     def together(self, kind: str) -> Iterator[None]:
-        """Context around a forward or backward (``kind``) in which ranks wait for one another.
+        """Context around a forward or backward (``kind``) in which ranks wait for one another. A read within another
+        pass is counted, and the position stays that of the other.
 
         Raises:
-            WorkersFailedError: another rank is gone.
+            UsageError: ranks parted. WorkersFailedError: another rank is gone.
         """
         self.shared += 1
         self.backwards += kind == BACKWARD
+        place = "" if kind in _PASSES else place_of_call()
+        self._passes.append((kind, place))
+        if kind == READ and self._since is not None:
+            yield
+            return
         self._kind, self._since = kind, time.monotonic()
         try:
             with others_may_leave():
                 yield
         except WorkersFailedError as error:
-            raise WorkersFailedError(f"{error}; {REMEDY}") from error
+            if error.rank is not None:
+                raise
+            alone = f"rank {self.rank} waited in {kind}{place} for all others; {ALONE}"
+            raise WorkersFailedError(f"{error}; {REMEDY if kind in _PASSES else alone}") from error
         finally:
             self._since = None
 
@@ -257,8 +279,11 @@ class InStep:
         every = [_Figures(*each.tolist()) for each in by_rank]
         if len({(f.shared, f.updates) for f in every}) > 1:
             counts = ", ".join(f"rank {r} {int(f.shared)} and {int(f.updates)}" for r, f in enumerate(every))
+            alone = self._parted_behind(every)
             self.leave()
-            raise UsageError(f"ranks differ in how many passes they shared and updates they made: {counts}; {REMEDY}")
+            raise UsageError(
+                alone or f"ranks differ in how many passes they shared and updates they made: {counts}; {REMEDY}"
+            )
         if len({f.edge for f in every}) > 1:
             at = ", ".join(
                 f"rank {r} {'begins or ends an epoch' if f.edge else 'is within one'}" for r, f in enumerate(every)
@@ -286,20 +311,21 @@ class InStep:
         began = time.monotonic()
         while not arrived.wait(_PATIENCE_S):
             if conflict := self._conflict():
-                self.leave()
+                self.leave(conflict)
                 raise UsageError(conflict)
             if time.monotonic() - began > self._timeout_s:
                 raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
 
-    def leave(self) -> None:
-        """Write to the store that this rank stops, so that a rank that waits for it in a pass ends, too."""
+    def leave(self, why: str = "") -> None:
+        """Write to the store that this rank stops, and ``why`` if others are to say the same, so that a rank that waits
+        for it in a pass ends, too."""
         self._stopped = True
         with contextlib.suppress(Exception):
-            self._store.set(f"asa/pass/{self.rank}", f"0 {_STOPPED}")
+            self._store.set(f"asa/pass/{self.rank}", json.dumps([0, _STOPPED, why]))
 
     def end(self, why: str) -> NoReturn:
         """End this process with an error that cannot be raised, because another of its threads would wait on."""
-        self.leave()
+        self.leave(why)
         sys.stderr.write(f"asa: error: {why}\n")
         sys.stderr.flush()
         os._exit(UsageError.exit_code)
@@ -312,7 +338,7 @@ class InStep:
         self._graded, self._written = [], []
         if self._stopped:
             self._stopped = False
-            self._store.set(f"asa/pass/{self.rank}", "0 ")
+            self._store.set(f"asa/pass/{self.rank}", json.dumps([0, "", []]))
 
     def _conflict(self) -> str:
         """Description of what another rank waits in, if this one cannot join it; empty if there is no such rank."""
@@ -320,22 +346,46 @@ class InStep:
             key = f"asa/pass/{rank}"
             if rank == self.rank or not self._store.check([key]):
                 continue
-            number, kind = self._store.get(key).decode().split(" ", 1)
+            number, kind, passes = json.loads(self._store.get(key))
             if kind == _STOPPED:
-                return f"rank {rank} stopped with an error, and rank {self.rank} waits for it; {REMEDY}"
+                why = str(passes)
+                return why or f"rank {rank} stopped with an error, and rank {self.rank} waits for it; {REMEDY}"
             if self._since is None:
-                in_conflict, doing = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
+                in_conflict, doing = number > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
                 # No rank leaves an exchange of figures before all have joined it, so a rank that is ahead was in
                 # another pass.
-                ahead = self._kind not in (FORWARD, BACKWARD, UPDATE) and int(number) > self.shared
-                in_conflict = ahead or (int(number) == self.shared and kind != self._kind)
+                ahead = self._kind not in (FORWARD, BACKWARD, UPDATE, READ) and number > self.shared
+                in_conflict = ahead or (number == self.shared and kind != self._kind)
                 doing = f"is in {self._kind}"
             if in_conflict:
-                return (
+                return self._read_alone(rank, number, passes) or (
                     f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {doing}; {REMEDY}"
                 )
         return ""
+
+    def _read_alone(self, rank: int, number: int, passes: list[list[str]]) -> str:
+        """A line on where this rank and ``rank``, whose pass ``number`` is the last of ``passes``, parted, if one of
+        them read values there that the other did not; otherwise empty."""
+        first = max(number - len(passes), self.shared - len(self._passes))
+        mine = list(self._passes)[len(self._passes) - (self.shared - first) :]
+        theirs = passes[len(passes) - (number - first) :]
+        for own, other in zip_longest(mine, theirs, fillvalue=(_END, "")):
+            if own[0] != other[0]:
+                pair = (self.rank, *own), (rank, *other)
+                (reader, kind, place), (left, instead, _) = pair if own[0] not in _PASSES else pair[::-1]
+                if kind in _PASSES:
+                    return ""
+                return f"rank {reader} alone came to {kind}{place}, where rank {left} came to {instead}: {ALONE}"
+        return ""
+
+    def _parted_behind(self, every: Sequence[_Figures]) -> str:
+        """The line of :meth:`_read_alone` for all ranks, which are at the end of a batch (collective)."""
+        exchange = f"asa/passes/{sum(f.shared for f in every):g}"
+        self._store.set(f"{exchange}/{self.rank}", json.dumps([self.shared, list(self._passes)]))
+        others = [r for r in range(self.ranks) if every[r].shared != every[self.rank].shared]
+        found = (self._read_alone(r, *json.loads(self._store.get(f"{exchange}/{r}"))) for r in others)
+        return next(filter(None, found), "")
 
     def _watch(self) -> None:
         """Run in a thread: write to the store if this rank is in one forward or backward for long. If another rank
@@ -348,7 +398,8 @@ class InStep:
                 if since is None or time.monotonic() - since < _PATIENCE_S:
                     continue
                 if number != written:
-                    self._store.set(f"asa/pass/{self.rank}", f"{number} {self._kind}")
+                    position = json.dumps([number, self._kind, list(self._passes)])
+                    self._store.set(f"asa/pass/{self.rank}", position)
                     written = number
                 elif (
                     time.monotonic() - since > 2 * _PATIENCE_S

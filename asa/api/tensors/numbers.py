@@ -4,14 +4,18 @@ silently returns the value of the rank's shard. Random numbers are drawn as for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, _api, _dispatch, _redistribute, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from asa.api.patching import replace_once
 from asa.errors import UsageError
+from asa.sharding.collectives.reads import reading
 from asa.sharding.gradients.sharded import place_local
 from asa.sharding.split.of_rank import followed, writes
 from asa.sharding.split.whole_views import run_whole
@@ -66,6 +70,21 @@ def patch_sharded_tensors(parameters: Iterable[Tensor]) -> None:
     DTensor.__torch_function__ = classmethod(_refused_in_a_line)  # type: ignore[assignment]
     setattr(DTensor, "data", property(_DATA.__get__, _replace_data))  # noqa: B010  # torch declares it a tensor
     torch.utils.swap_tensors = _swapped(torch.utils.swap_tensors)
+    for module in (_redistribute, _dispatch, _api):  # that have the function under a name of their own
+        replace_once(module, "redistribute_local_tensor", _read_together)
+
+
+def _read_together(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``redistribute_local_tensor``, through which whatever torch computes of shards of other ranks goes."""
+
+    @wraps(original)
+    def redistribute(local_tensor: Tensor, current_spec: Any, target_spec: Any, *args: Any, **options: Any) -> Tensor:
+        pairs = zip(current_spec.placements, target_spec.placements, strict=True)
+        sends = any(before != after and not before.is_replicate() for before, after in pairs)
+        with reading() if sends else nullcontext():
+            return original(local_tensor, current_spec, target_spec, *args, **options)
+
+    return redistribute
 
 
 def _swapped(original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:

@@ -19,6 +19,7 @@ from asa.executor.model.exchange import united
 from asa.executor.model.offload import updated_in
 from asa.executor.model.parallel import ParallelModel
 from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.reads import reading
 from asa.sharding.layers.modules import ParameterShard, shards_of
 from asa.sharding.split.local_parts import as_held, local
 
@@ -67,7 +68,8 @@ def gather(item: LocalTensor, value: Tensor, *, keep: bool = True, alias: bool =
     padded = part.new_zeros((longest, *part.shape[1:]))
     padded[: part.shape[0]] = part
     shards = padded.new_empty((axis.size * longest, *padded.shape[1:]))
-    dist.all_gather_into_tensor(shards, padded, group=axis.group)
+    with reading():
+        dist.all_gather_into_tensor(shards, padded, group=axis.group)
     if not keep:
         return _NOTHING
     shape = list(value.shape)

@@ -182,6 +182,13 @@ class Checkpointer:
             if manifest.plan.consistency == worker.conduct.discipline and (path / checkpoint.DISCIPLINE).exists():
                 worker.conduct.load(checkpoint.read(path, checkpoint.DISCIPLINE))
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
+        saved = manifest.plan.consistency
+        if moments and saved is not None and saved.own_moments and manifest.plan.num_ranks > 1:
+            message = (
+                f"under {saved} each of {manifest.plan.num_ranks} workers had momenta of its own, and the checkpoint "
+                "has those of rank 0: all continue with these, where each would have continued with its own"
+            )
+            self.announce({"event": "note", "message": message})
 
     def move(self, old: Worker, build: Callable[[], Worker]) -> tuple[Worker, Traffic]:
         """Build a worker under another plan, and copy the state of ``old`` into it. Returns it, and what was moved.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from asa.errors import UsageError
 from asa.sharding.collectives import direct
 from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.reads import reading
 from asa.sharding.layers.modules import ParameterShard
 
 HALF = (torch.float16, torch.bfloat16)
@@ -67,7 +68,8 @@ def summed(x: Tensor, split: Split) -> Tensor:
     """Sum of ``x`` over the ranks (collective), as a new tensor."""
     x = gathered(x)
     buffer = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
-    direct.all_reduce(buffer, group=split.axis.group)
+    with reading():
+        direct.all_reduce(buffer, group=split.axis.group)
     return buffer.to(x.device, x.dtype)
 
 
@@ -85,7 +87,8 @@ def largest(x: Tensor, split: Split) -> Tensor:
     strange = x.detach().isnan()
     buffer = torch.stack([x.detach().masked_fill(strange, -math.inf if x.is_floating_point() else 0), strange.to(x)])
     buffer = buffer.to(split.device, torch.float32 if x.dtype in HALF else x.dtype)
-    dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=split.axis.group)
+    with reading():
+        dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=split.axis.group)
     value, none = buffer.to(x.device, x.dtype)
     return value.masked_fill(none > 0, math.nan) if x.is_floating_point() else value
 
