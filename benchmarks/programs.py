@@ -65,7 +65,8 @@ NAMING = (
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
     "updates element by element", "had a gradient before", "is changed in the loop by numbers of",
     "is not the model's own", "updates each parameter by itself",
-    "leaves tensors with gradients in", "asks how many processes there are", "ranks begin at other places",
+    "leaves tensors with gradients in", "changes its inputs in place",
+    "asks how many processes there are", "ranks begin at other places",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 

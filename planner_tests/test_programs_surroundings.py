@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, remove_weight_norm, weight_norm
 
 from asa.api.plans.planning import measured
-from asa.errors import InvalidInputError
+from asa.api.steps.batches import GlobalBatches
+from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.parameter_memory import in_one_memory
+from asa.executor.model.votes import Votes
 from asa.launch import run_ranks
 from asa.tracing import trace
 from asa.tracing.preserve import preserved
 from asa.tracing.surroundings import Surroundings
 from planner_tests.programs import Named, Program, State, classes, cross_entropy, epochs, numbers
 
+LOCAL = str(Path(__file__).parent.parent / "profiles" / "cluster.local-gloo-2.json")
 COUNT = [0]
 LEFT: dict[str, Tensor] = {}
 COIN = random.Random(0)
@@ -317,3 +321,78 @@ class Parent(nn.Module):
 def test_a_model_that_cannot_be_copied_is_refused_in_a_line(model: Any, words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         measured(model(), torch.ones(2, 8), num_classes=1, global_batch=4, precision="fp32", limit_s=1.0)
+
+
+class InPlace(Named):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.9))
+
+
+class Parts(nn.Module):
+    """Normalises parts of three samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.norm(part) for part in x.split(3)]))  # type: ignore[no-any-return]
+
+
+def _listed(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
+    torch.manual_seed(0)
+    net = (InPlace if kind == "in place" else Parts)().double()
+    batches = [(numbers(count, 8), classes(count, 3, seed=count)) for count in (6, 6, 5)]
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), batches
+
+
+def _of_lists(_rank: int, kind: str, options: dict[str, Any]) -> tuple[State, str]:
+    import asa
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        net, opt, batches = asa.parallelize(
+            *_listed(kind), cluster=LOCAL, cache=None, time_limit_s=0.5, timeout_s=30, **options
+        )
+        state = epochs(net, opt, batches, cross_entropy)
+        net.close()
+    return state, " ".join(str(w.message) for w in heard if w.category is UserWarning)
+
+
+@pytest.mark.parametrize(("kind", "options", "said"), [
+    ("in place", {"strategies": ("ddp",)}, "changes its inputs in place"),
+    ("parts", {"strategies": ("ddp",), "batch_norm": "exact"}, "normalises over parts of a batch"),
+])  # fmt: skip
+def test_batches_that_a_trial_could_change_or_not_cut(kind: str, options: dict[str, Any], said: str) -> None:
+    alone = epochs(*_listed(kind), cross_entropy)
+    ranks = run_ranks(2, _of_lists, kind, options, threads=1, timeout_s=120)
+    assert said in ranks[0][1]
+    for state, _ in ranks:
+        if kind != "parts":
+            assert max(float((state[k] - v).abs().max()) for k, v in alone.items()) < 1e-12
+
+
+def _in_job(_rank: int) -> State:
+    import asa
+
+    net, opt, batches = _listed("in place")
+    job = asa.Job(net, opt, batches, nn.functional.cross_entropy, strategies=("gpipe",), replan=False, cluster=LOCAL,
+                  cache=None, time_limit_s=0.5, timeout_s=30)  # fmt: skip
+    for batch in batches:
+        job.train_step(batch)
+    state = job.state_dict()
+    job.close()
+    return state
+
+
+def test_nested_tensors_are_refused_in_a_line() -> None:
+    rows = [numbers(2 + i, 4, seed=i) for i in range(4)]
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    with pytest.raises(UsageError, match="nested tensors, whose rows ranks cannot share"):
+        GlobalBatches([(nested, classes(4, 3))], Votes(), lambda total: list(range(total))).example()
+
+
+def test_microbatches_of_a_model_that_changes_its_inputs() -> None:
+    alone = epochs(*_listed("in place"), cross_entropy)
+    for state in run_ranks(2, _in_job, threads=1, timeout_s=120):
+        assert max(float((state[k] - v).abs().max()) for k, v in alone.items()) < 1e-12

@@ -168,6 +168,25 @@ def _children(node: Any) -> tuple[list[Any], Any]:
     return ([], None) if len(children) == 1 and children[0] is node else (children, structure)
 
 
+def _flat(batch: Any) -> Any:
+    """``batch``, if ranks can share its rows.
+
+    Raises:
+        UsageError: there is a nested tensor in it.
+    """
+    if any(t.is_nested for t in tensors_of(batch)):
+        raise UsageError(
+            "the loader's batches have nested tensors, whose rows ranks cannot share: pad the samples to one length in "
+            "collate_fn, or hand the model their values and lengths"
+        )
+    return batch
+
+
+def cloned(batch: Any) -> Any:
+    """``batch`` with a copy of every tensor."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
 def moved(batch: Any, device: torch.device) -> Any:
     """``batch`` with every tensor on ``device``."""
     return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
@@ -278,9 +297,9 @@ class GlobalBatches:
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
-                return understood(collate([dataset[k] for k in keys]))
-        batch = self._first()
-        return rows_of(batch, range(min(samples, samples_in(batch))))
+                return _flat(understood(collate([dataset[k] for k in keys])))
+        batch = _flat(self._first())
+        return cloned(rows_of(batch, range(min(samples, samples_in(batch)))))  # a model may change its inputs
 
     def _cuts_into_rows(self) -> bool:
         """Whether a whole batch can be collated as on one device and then cut into rows: every tensor, and every list
