@@ -328,6 +328,15 @@ class InPlace(Named):
         return super().forward(x.mul_(0.9))
 
 
+class OnSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x, self.table)
+
+
 class Parts(nn.Module):
     """Normalises parts of three samples."""
 
@@ -341,8 +350,10 @@ class Parts(nn.Module):
 
 def _listed(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
     torch.manual_seed(0)
-    net = (InPlace if kind == "in place" else Parts)().double()
+    net = {"in place": InPlace, "parts": Parts, "sparse": OnSparse}[kind]().double()
     batches = [(numbers(count, 8), classes(count, 3, seed=count)) for count in (6, 6, 5)]
+    if kind == "sparse":
+        batches = [((x * (x > 0)).to_sparse(), y) for x, y in batches]
     return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), batches
 
 
@@ -361,6 +372,7 @@ def _of_lists(_rank: int, kind: str, options: dict[str, Any]) -> tuple[State, st
 
 @pytest.mark.parametrize(("kind", "options", "said"), [
     ("in place", {"strategies": ("ddp",)}, "changes its inputs in place"),
+    ("sparse", {"strategies": ("fsdp",)}, ""),
     ("parts", {"strategies": ("ddp",), "batch_norm": "exact"}, "normalises over parts of a batch"),
 ])  # fmt: skip
 def test_batches_that_a_trial_could_change_or_not_cut(kind: str, options: dict[str, Any], said: str) -> None:

@@ -19,6 +19,7 @@ from asa.api.loop.distributed_loader import DistributedLoader
 from asa.api.loop.process_counts import tell_of_process_counts
 from asa.api.messages import say
 from asa.api.model.coupling import (
+    CHANGED,
     changes_inputs,
     coupled,
     fewest_rows,
@@ -249,10 +250,7 @@ def parallelize(
                 "device of all; plan with strategies=('tensor',), or have a part be all samples of a call"
             )
         if not (batches.indexed and all_independent) and changes_inputs(model, known_call):
-            found.append(
-                "the model's forward changes its inputs in place: what holds them behind the call (the loop, a list of "
-                "batches in the next epoch) has other values than on one device; write x = x * a instead of x *= a"
-            )
+            found.append(CHANGED)
     parallel = build(chosen, subject)
     lines = differences(chosen, parallel, normalised, writes, batch_norm)
     for line in (*lines, *warning_of(change, chosen), *found) if context.rank == 0 else ():

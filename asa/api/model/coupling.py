@@ -31,6 +31,12 @@ _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 """Factor on the tolerance for gradients; factor between the gradients of halves and whole, as for a mean over fewer
 samples; largest number of elements for gradients; least number of samples in a half."""
 
+CHANGED = (
+    "the model's forward changes its inputs in place: what holds them behind the call (the loop, a list of batches in "
+    "the next epoch) has other values than on one device; write x = x * a instead of x *= a"
+)
+"""What a program is told of a model for which :func:`changes_inputs` is true."""
+
 
 class _WithoutBatchStatistics(TorchFunctionMode):
     """Context in which ``torch.nn.functional.batch_norm`` uses no batch statistics, so that samples are independent."""

@@ -795,6 +795,8 @@ def _global_hooks() -> tuple[int, int]:
 
 
 def _where(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    if tensor.layout is not torch.strided:
+        return id(tensor), tuple(tensor.shape), ()
     plain = tensor.as_subclass(Tensor)
     return plain.data_ptr(), tuple(plain.shape), plain.stride()
 

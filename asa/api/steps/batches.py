@@ -123,6 +123,8 @@ def rows_of(
             found.append(place)
             if isinstance(node, list | tuple):
                 return type(node)(node[i] for i in indices)
+            if isinstance(node, Tensor) and node.layout is not torch.strided:
+                return _sparse_rows(node, indices)
             return node[indices[0] : indices[0] + len(indices)] if consecutive else node[indices]
         children, structure = _children(node)
         if structure is None:
@@ -134,6 +136,16 @@ def rows_of(
     if per_sample is not None and len(found) < len(per_sample):  # a batch of another form
         return rows_of(batch, rows, total)
     return result
+
+
+def _sparse_rows(tensor: Tensor, indices: list[int]) -> Tensor:
+    try:
+        return tensor.index_select(0, torch.tensor(indices, dtype=torch.int64, device=tensor.device))
+    except (RuntimeError, NotImplementedError) as error:
+        raise UsageError(
+            f"the loader's batches have tensors of layout {tensor.layout}, whose rows ranks cannot share: have "
+            "collate_fn make dense ones, or sparse ones by to_sparse()"
+        ) from error
 
 
 def places_per_sample(small: Any, large: Any, sizes: tuple[int, int], place: Place = ()) -> frozenset[Place] | None:
