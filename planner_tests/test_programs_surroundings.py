@@ -384,17 +384,19 @@ def test_batches_that_a_trial_could_change_or_not_cut(kind: str, options: dict[s
             assert max(float((state[k] - v).abs().max()) for k, v in alone.items()) < 1e-12
 
 
-def _in_job(_rank: int) -> State:
+def _in_job(_rank: int) -> tuple[State, str]:
     import asa
 
     net, opt, batches = _listed("in place")
-    job = asa.Job(net, opt, batches, nn.functional.cross_entropy, strategies=("gpipe",), replan=False, cluster=LOCAL,
-                  cache=None, time_limit_s=0.5, timeout_s=30)  # fmt: skip
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        job = asa.Job(net, opt, batches, nn.functional.cross_entropy, strategies=("gpipe",), replan=False,
+                      cluster=LOCAL, cache=None, time_limit_s=0.5, timeout_s=30)  # fmt: skip
     for batch in batches:
         job.train_step(batch)
     state = job.state_dict()
     job.close()
-    return state
+    return state, " ".join(str(w.message) for w in heard)
 
 
 def test_nested_tensors_are_refused_in_a_line() -> None:
@@ -406,5 +408,7 @@ def test_nested_tensors_are_refused_in_a_line() -> None:
 
 def test_microbatches_of_a_model_that_changes_its_inputs() -> None:
     alone = epochs(*_listed("in place"), cross_entropy)
-    for state in run_ranks(2, _in_job, threads=1, timeout_s=120):
+    ranks = run_ranks(2, _in_job, threads=1, timeout_s=120)
+    assert "changes its inputs in place" in ranks[0][1]
+    for state, _ in ranks:
         assert max(float((state[k] - v).abs().max()) for k, v in alone.items()) < 1e-12
