@@ -65,6 +65,7 @@ NAMING = (
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
     "updates element by element", "had a gradient before", "is changed in the loop by numbers of",
     "is not the model's own", "updates each parameter by itself",
+    "leaves tensors with gradients in", "changes its inputs in place",
     "asks how many processes there are", "ranks begin at other places",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
@@ -114,7 +115,7 @@ class Watched:
 
 BY_HAND = (
     "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
-    "copies", "varied", "fresh", "recipe",
+    "copies", "varied", "fresh", "recipe", "around",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
@@ -131,7 +132,11 @@ def by_hand(program: Program, how: str) -> Plan | None:
     net, _, batches = program.make()
     batch = next(iter(batches))
     x = batch[0] if isinstance(batch, tuple | list) else None
-    if not isinstance(x, Tensor) or sum(p.default is p.empty for p in signature(net.forward).parameters.values()) != 1:
+    if (
+        not isinstance(x, Tensor)
+        or x.layout is not torch.strided
+        or sum(p.default is p.empty for p in signature(net.forward).parameters.values()) != 1
+    ):
         return None
     choose, data = _LAYOUTS[how]
     example = x[:1].repeat(2, *[1] * (x.dim() - 1))

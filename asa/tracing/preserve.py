@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asa.errors import InvalidInputError
+from asa.tracing.surroundings import Surroundings
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -130,13 +131,15 @@ def foreign_random() -> Iterator[None]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Context after which ``model``'s modes, attributes and buffer values, and the random state, are restored; also the
-    values of parameters that forward writes, as :func:`parameters_restored` found.
+    """Context after which ``model``'s modes, attributes and buffer values, the random state, and what its code changes
+    beside it (:class:`Surroundings`) are restored; also the values of parameters that forward writes, as
+    :func:`parameters_restored` found.
 
     Raises:
         InvalidInputError: the model contains TorchScript.
     """
     _refuse_scripted(model)
+    around = Surroundings(model.modules())
     state = [(module, attributes(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     parameters = [(p, p.data, p.detach().clone()) for p in model.parameters() if getattr(p, _WRITTEN, False)]
@@ -147,6 +150,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     finally:
         for module, before in state:
             restore_attributes(module, before)
+        around.put_back()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -24,6 +24,7 @@ from asa.tracing.preserve import attributes, changed_attributes, mode, restore_a
 from asa.tracing.program import CONSTANT, Origin, Program, opened
 from asa.tracing.records import understood
 from asa.tracing.shapes import Oracle, ShapeProxy
+from asa.tracing.surroundings import Surroundings
 
 
 def _ambient() -> tuple[bool, ...]:
@@ -148,16 +149,17 @@ class ModelTracer(fx.Tracer):
         with self._inside(path):
             if not opened(m):
                 return self.create_proxy("call_module", path, *_by_position(m, args, kwargs))
-            before, last = attributes(m), next(iter(reversed(self.graph.nodes)))
+            before, around, last = attributes(m), Surroundings([m]), next(iter(reversed(self.graph.nodes)))
             counters = self._calls.copy(), self._keys.copy()
             try:
                 result = self._call(m, forward, args, kwargs)
-                reason = _marks(m, before)
+                reason = _marks(m, before, around)
                 if not reason:
                     return result
             except Exception as error:
                 reason = reason_of(error)
             restore_attributes(m, before)
+            around.put_back()
             self._roll_back(last)
             self._calls, self._keys = counters
             self.opaque = {p: r for p, r in self.opaque.items() if not p.startswith(f"{path}.")}
@@ -228,9 +230,11 @@ def _by_position(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return args, kwargs
 
 
-def _marks(m: nn.Module, before: dict[str, Any]) -> str:
+def _marks(m: nn.Module, before: dict[str, Any], around: Surroundings) -> str:
     marks = sorted(n for n in changed_attributes(m, before) if not n.startswith(CONSTANT))
-    return f"forward assigns {', '.join(marks[:3])}" if marks else ""
+    if marks:
+        return f"forward assigns {', '.join(marks[:3])}"
+    return f"forward changes {name}" if (name := around.changed()) else ""
 
 
 def hooked(module: nn.Module) -> bool:
@@ -251,7 +255,7 @@ def trace_mode(
     if hooked(model):  # fx runs the model's own forward, without its hooks
         raise fx.proxy.TraceError("the model itself has hooks")
     tracer = ModelTracer(examples, except_one)
-    before = attributes(model)
+    before, around = attributes(model), Surroundings([model])
     try:
         with mode(model, training), recorded_factories(tracer), packing_looked_up(tracer.value_pair):
             graph = tracer.trace(model)
@@ -264,8 +268,9 @@ def trace_mode(
     except Exception as error:
         raise fx.proxy.TraceError(reason_of(error)) from error
     finally:
-        reason = _marks(model, before)
+        reason = _marks(model, before, around)
         restore_attributes(model, before)
+        around.put_back()
     structure = pytree.tree_map(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else leaf, tracer.result)
     program = Program(graph, objects, structure, tracer.opaque, contrary, tuple(tracer.checkpointed))
     if reason or not program.outputs or program.outputs[-1].op in ("placeholder", "get_attr"):

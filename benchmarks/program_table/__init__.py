@@ -112,6 +112,7 @@ def table() -> dict[str, Program]:
         recipes,
         scripts,
         strange,
+        surroundings,
         trainers,
         unseen,
         varied,

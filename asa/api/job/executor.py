@@ -25,7 +25,7 @@ from asa.api.job.validation import Metric, validated
 from asa.api.messages import say
 from asa.api.model.optimizers import Rebinding
 from asa.api.rank_context import RankContext
-from asa.api.steps.batches import GlobalBatches, Place, Share, moved, rows_of, samples_in, warn_of_squares
+from asa.api.steps.batches import GlobalBatches, Place, Share, cloned, moved, rows_of, samples_in, warn_of_squares
 from asa.api.tensors.clipping import clip, clip_own, understood_by_torch
 from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
@@ -60,7 +60,8 @@ _UNCOUNTED = 1 << 40
 @dataclass(frozen=True, kw_only=True)
 class UserData:
     """The user's data: training batches, the function that splits a batch into input and labels, the validation loader
-    (or None), the loss and the metric (None: accuracy)."""
+    (or None), the loss and the metric (None: accuracy). ``changed``: forward changes its inputs in place, so that
+    microbatches, which are views of one batch, are copied."""
 
     batches: GlobalBatches
     split: Callable[[Any], tuple[Any, Any]]
@@ -68,6 +69,7 @@ class UserData:
     loss_fn: Callable[[Any, Any], Tensor]
     weight: LossWeight = None
     metric: Metric | None = None
+    changed: bool = False
 
     def rows(self, part: Literal[0, 1], values: Any, rows: Sequence[int], total: int) -> Any:
         """These rows of the inputs (0) or labels (1) of ``total`` samples."""
@@ -301,6 +303,8 @@ class UserExecutor(PlannedExecutor):
         def read(rows: slice) -> Any:
             everything = rows.stop - rows.start == len(share.rows)
             local_inputs = inputs if everything else self._data.rows(0, inputs, positions(rows), len(share.rows))
+            if self._data.changed and not everything:
+                local_inputs = cloned(local_inputs)
             return arguments(local_inputs) if model.called else local_inputs
 
         counted, counts = self._loss, bool(model.counts_rows())

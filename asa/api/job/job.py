@@ -26,7 +26,7 @@ from asa.api.job.schedules import Schedules
 from asa.api.job.validation import Metric
 from asa.api.loop.parallelize import SEVERAL, cache_folder, find_call, find_written, kept_whole
 from asa.api.messages import say
-from asa.api.model.coupling import Scored, coupled, fewest_rows, warning_of
+from asa.api.model.coupling import CHANGED, Scored, changes_inputs, coupled, fewest_rows, warning_of
 from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
 from asa.api.model.notes import check_exact, differences, drawing, trained_norms
@@ -226,6 +226,9 @@ class Job:
         trial = copied(loss_fn)
         several = None if trial is None or chosen.num_ranks == 1 else _several(batches, divide)
         needs = int(votes.tell(fewest_rows(Scored(model, trial), several) if context.rank == 0 else 1))
+        changed = bool(votes.tell(context.rank == 0 and changes_inputs(model, call)))
+        if changed and not batches.indexed and context.rank == 0:
+            warnings.warn(CHANGED, stacklevel=2)
         least = chosen.fewest(options.global_batch, microbatches_of(chosen, options.global_batch, needs))
         if least < needs <= options.global_batch:
             raise UsageError(
@@ -285,7 +288,13 @@ class Job:
             settings,
             rebinding=rebinding,
             data=UserData(
-                batches=batches, split=divide, validation=validation, loss_fn=loss_fn, weight=weight, metric=metric
+                batches=batches,
+                split=divide,
+                validation=validation,
+                loss_fn=loss_fn,
+                weight=weight,
+                metric=metric,
+                changed=changed,
             ),
             context=context,
             announce=self._announce,

@@ -18,7 +18,16 @@ from asa.api.loop.closures import follow_closures
 from asa.api.loop.distributed_loader import DistributedLoader
 from asa.api.loop.process_counts import tell_of_process_counts
 from asa.api.messages import say
-from asa.api.model.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
+from asa.api.model.coupling import (
+    CHANGED,
+    changes_inputs,
+    coupled,
+    fewest_rows,
+    keeps_rows,
+    normalises_parts,
+    returns_numbers,
+    warning_of,
+)
 from asa.api.model.distributed_model import DistributedModel, check_new, local_rows
 from asa.api.model.notes import differences, trained_norms
 from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over
@@ -165,6 +174,7 @@ def parallelize(
     follow_closures()
     same_weights(context, model)
     call, why = find_call(context, model, batches, example_input)
+    known_call = call
     writes = find_written(context, model, call)
     whole_because = (*(no_shards_because(o, model, elementwise) for o in optimizers), kept_whole(writes))
     options = PlanOptions(
@@ -222,7 +232,7 @@ def parallelize(
             context.votes.meet(what, within_s=within_s)
 
     spare = spare_of(model) if not why else None
-    several = None if only_whole else with_more_samples(model, batches, call)
+    several = None if only_whole else with_more_samples(model, batches, known_call)
     change = coupled(model, several, exact=batch_norm == "exact") if context.rank == 0 else 0.0
     degrees = {layout.data for layout in chosen.layouts()}
     if degrees == {1}:  # every rank computes on all samples
@@ -236,9 +246,18 @@ def parallelize(
         least[:] = [max(*least, fewest, 2 if samples_meet and all_independent else 1)]
     if only_whole:
         least[:] = [batches.batch_size]
+    found: list[str] = []
+    if context.rank == 0:  # the others do not take part
+        if batch_norm == "exact" and degrees != {1} and (parted := normalises_parts(model, several)):
+            found.append(
+                f"BatchNorm ({parted}) normalises over parts of a batch: a rank takes them of its own samples, and one "
+                "device of all; plan with strategies=('tensor',), or have a part be all samples of a call"
+            )
+        if not (batches.indexed and all_independent) and changes_inputs(model, known_call):
+            found.append(CHANGED)
     parallel = build(chosen, subject)
     lines = differences(chosen, parallel, normalised, writes, batch_norm)
-    for line in (*lines, *warning_of(change, chosen)) if context.rank == 0 else ():
+    for line in (*lines, *warning_of(change, chosen), *found) if context.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
     if context.ranks > 1 and batches.draws_locally:
         say(context, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "

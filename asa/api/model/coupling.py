@@ -19,7 +19,7 @@ from asa.api.losses.terms import search_graph
 from asa.api.plans.planning import device_of
 from asa.errors import UsageError
 from asa.ir.plan import Plan
-from asa.tracing.preserve import preserved
+from asa.tracing.preserve import mode, preserved
 from asa.tracing.records import numbers_in, understood
 from asa.tracing.whole import tensors_of
 
@@ -30,6 +30,12 @@ calls, or by the samples of earlier ones."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 """Factor on the tolerance for gradients; factor between the gradients of halves and whole, as for a mean over fewer
 samples; largest number of elements for gradients; least number of samples in a half."""
+
+CHANGED = (
+    "the model's forward changes its inputs in place: what holds them behind the call (the loop, a list of batches in "
+    "the next epoch) has other values than on one device; write x = x * a instead of x *= a"
+)
+"""What a program is told of a model for which :func:`changes_inputs` is true."""
 
 
 class _WithoutBatchStatistics(TorchFunctionMode):
@@ -140,6 +146,47 @@ def returns_numbers(model: nn.Module, call: Call) -> bool:
             return numbers_in(_run(model, call, samples, slice(0, samples), device))
     except Exception:  # whatever a model's own code raises
         return False
+
+
+def normalises_parts(model: nn.Module, call: Call | None) -> str:
+    """The name of a BatchNorm that a forward in training calls several times, each time with some of the samples; empty
+    if there is none."""
+    if call is None:
+        return ""
+    rows: dict[str, list[int]] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, n=name: rows.setdefault(n, []).append(len(args[0])))  # type: ignore[misc]
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase)
+    ]
+    try:
+        call, samples = _of_several(call, 2 * _FEWEST)
+        with preserved(model), mode(model, True), torch.no_grad():
+            _run(model, call, samples, slice(0, samples), device_of(model))
+    except Exception:  # any error of the model on another batch size
+        rows.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((n for n, each in rows.items() if len(each) > 1 and max(each) < samples), "")
+
+
+def changes_inputs(model: nn.Module, call: Call | None) -> bool:
+    """Whether a forward writes into the tensors that it is called with."""
+    if call is None:
+        return False
+    inputs = [t.to(device_of(model), copy=True) for t in tensors_of((call.args, call.options))]
+    given = iter(inputs)
+    args, options = pytree.tree_map(
+        lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, (call.args, call.options)
+    )
+    before = [t._version for t in inputs]
+    try:
+        with preserved(model), torch.no_grad():
+            model(*args, **options)
+    except Exception:  # whatever a model's own code raises
+        return False
+    return [t._version for t in inputs] != before
 
 
 def warning_of(change: float, plan: Plan) -> list[str]:
@@ -298,7 +345,7 @@ def _slopes(samples: int, like: Tensor) -> Tensor:
 def _run(model: nn.Module, call: Call, samples: int, rows: slice, device: torch.device) -> Any:
     def selected(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return (value[rows] if value.shape[:1] == (samples,) else value).to(device)
+            return (value[rows] if value.shape[:1] == (samples,) else value).to(device, copy=True)
         if isinstance(value, list) and len(value) == samples:
             return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value[rows])
         if type(value) is tuple:

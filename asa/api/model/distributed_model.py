@@ -50,8 +50,9 @@ from asa.sharding.split import TensorPart
 from asa.sharding.split.local_parts import local
 from asa.tracing.preserve import preserved
 from asa.tracing.records import hides_tensors, numbers_in
+from asa.tracing.surroundings import Surroundings
 from asa.tracing.tracer import reason_of
-from asa.tracing.whole import tensors_of
+from asa.tracing.whole import WholeModel, tensors_of
 
 
 def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
@@ -145,6 +146,7 @@ class DistributedModel(ModelInterface):
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
+        self._warned_of_leaving = False
         self._said_of_added = self._said_of_draws = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
@@ -234,7 +236,7 @@ class DistributedModel(ModelInterface):
         samples = first + (samples % self.share.total if self._whole and self.share is not None else samples)
         if not self.learns and total == len(x) * self.rank_context.ranks:  # a loader that every rank reads whole
             samples = samples % max(1, len(x))
-        with self._together(), self._few(len(x), (x,), {}):
+        with self._leaving(factor), self._together(), self._few(len(x), (x,), {}):
             value, sides = parallel.compute(entering(x, factor), samples, self._number)
         self._called(weight, len(x))
 
@@ -242,6 +244,32 @@ class DistributedModel(ModelInterface):
             return self._weighed(tensor, factor, len(x))
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
+
+    @contextlib.contextmanager
+    def _leaving(self, factor: float) -> Iterator[None]:
+        """Context in which a program is told once if the model, whose outputs are weighed by ``factor``, leaves tensors
+        with gradients elsewhere, which are not."""
+        if factor == 1 or self._warned_of_leaving or not torch.is_grad_enabled():
+            yield
+            return
+        whole = [c.__dict__["_whole"] for c in self.parts if isinstance(c, WholeModel)]
+        tops = [top for top in (self.origin, *self.parts, *whole) if top is not None]
+        modules = {(n, id(m)): m for top in tops for n, m in top.named_modules()}
+        around = Surroundings(modules.values())
+        before = {id(m): dict(vars(m)) for m in modules.values()}
+        yield
+        attributes = (
+            f"model.{n}.{k}" for (n, _), m in modules.items() for k, t in vars(m).items()
+            if n and isinstance(t, Tensor) and t.grad_fn is not None and before[id(m)].get(k) is not t
+        )  # fmt: skip
+        if name := around.left() or next(attributes, ""):
+            self._warned_of_leaving = True
+            warnings.warn(
+                f"the model's forward leaves tensors with gradients in {name}: in a loss they count otherwise than on "
+                "one device if ranks have unlike numbers of samples, as in this batch; return them from forward beside "
+                "the output, use drop_last=True, or plan with strategies=('ddp',)",
+                stacklevel=6,
+            )
 
     def _check_recomputing(self, method: str | None) -> None:
         """Check that a call within a backward, which computes the model again (``torch.utils.checkpoint``), can give
@@ -298,7 +326,7 @@ class DistributedModel(ModelInterface):
             options = {**options, "method": method}
         drew = parallel.draws
         self._count(total, weight)
-        with self._together(), self._few(rows, args, options):
+        with self._leaving(factor), self._together(), self._few(rows, args, options):
             output = parallel.call(samples, self._number, total, *args, **options)
         if parallel.draws and not drew:
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
@@ -634,7 +662,8 @@ class DistributedModel(ModelInterface):
                     setattr(p, key, value)
         self.__dict__["parameter_ids"] = self._parameter_ids()
         self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()} | {0: _global_hooks()}
-        self.__dict__["module_ids"] = {id(m) for top in (self.origin, self.parts) for m in top.modules()}
+        modules = {id(m): m for top in (self.origin, self.parts) for m in top.modules()}
+        self.__dict__["module_ids"] = {*modules, *(id(m._parameters) for m in modules.values())}
         self.__dict__["traced"] = {
             path: (module, gone, watched_attributes(module)) for path, (module, gone) in traced_through(self).items()
         }
@@ -684,9 +713,11 @@ class DistributedModel(ModelInterface):
             if now != was:
                 key = next(k for k in (*now, *was) if now.get(k) != was.get(k))
                 self.traced[path] = module, gone, now
-                name = f"{path}.{key}" if path else key
+                name = f"model.{path}.{key}" if path else f"model.{key}"
+                if key[0] == " ":
+                    name = f"{key[1:]}, which the forward of {path or 'the model'} names,"
                 warnings.warn(
-                    f"model.{name} was changed behind asa.parallelize: what was traced of the model before does "
+                    f"{name} was changed behind asa.parallelize: what was traced of the model before does "
                     "not see it; make it a buffer, and fill that (module.buffer.fill_(value))",
                     stacklevel=4,
                 )
@@ -764,6 +795,8 @@ def _global_hooks() -> tuple[int, int]:
 
 
 def _where(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    if tensor.layout is not torch.strided:
+        return id(tensor), tuple(tensor.shape), ()
     plain = tensor.as_subclass(Tensor)
     return plain.data_ptr(), tuple(plain.shape), plain.stride()
 

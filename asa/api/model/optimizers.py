@@ -17,6 +17,7 @@ from asa.api.tensors.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import hooked
+from asa.executor.model.parameter_memory import in_one_memory
 from asa.executor.model.state import local_tensors, stored
 from asa.executor.training.optimizer import cut_parameters, doubt_about_parts, updates_parts
 from asa.sharding.split import TensorPart
@@ -87,6 +88,8 @@ def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | N
     name = next((name for name, p in model.named_parameters() if not p.numel()), None)
     if name is not None:
         return f"{name} has no elements"
+    if both := in_one_memory(model.named_parameters()):
+        return f"{both[0]} and {both[1]} are two parameters in one memory"
     kind = type(optimizer).__name__
     if elementwise(optimizer, declared):
         return ""

@@ -160,21 +160,62 @@ def measured(
 ) -> Profile:  # fmt: skip
     """A profile of a copy of ``model``, measured now on ``device``, or on the device of its parameters."""
     from asa.profiler.measure import profile_module
-    from asa.tracing import histories
+    from asa.tracing.surroundings import surroundings_preserved
 
     shaped(model)
-    # Measuring uses random samples, which may change the running statistics of a copy only.
-    return profile_module(
-        copy.deepcopy(model, histories(model)),
-        example,
-        spec=spec_of(model),
-        num_classes=num_classes or outputs_of(model, example),
-        global_batch=global_batch,
-        device=device or device_of(model),
-        precision=precision,
-        time_limit_s=limit_s,
-        max_tensor_degree=max_degree,
-    )
+    with surroundings_preserved(model):
+        # Measuring uses random samples, which may change the running statistics of a copy only.
+        return profile_module(
+            _copied(model, example),
+            example,
+            spec=spec_of(model),
+            num_classes=num_classes or outputs_of(model, example),
+            global_batch=global_batch,
+            device=device or device_of(model),
+            precision=precision,
+            time_limit_s=limit_s,
+            max_tensor_degree=max_degree,
+        )
+
+
+def _copied(model: nn.Module, example: Tensor) -> nn.Module:
+    """A copy of ``model``.
+
+    Raises:
+        InvalidInputError: it cannot be copied, or a copy uses parameters of the model itself.
+    """
+    import torch
+
+    from asa.tracing import histories, outcome
+    from asa.tracing.preserve import mode, preserved
+    from asa.tracing.tracer import reason_of
+
+    try:
+        copied = copy.deepcopy(model, histories(model))
+    except Exception as error:  # whatever the objects in a model raise
+        raise InvalidInputError(
+            f"the model cannot be copied ({reason_of(error)}), and what is measured is a copy: keep what cannot be "
+            "copied (locks, files, generators) out of its attributes"
+        ) from error
+    try:
+        with preserved(copied), mode(copied, False), torch.enable_grad():
+            outputs = outcome(copied, example[:2].to(device_of(model)))
+    except Exception:  # measuring says why it does not run
+        return copied
+    nodes, names = [t.grad_fn for t in outputs], {id(p): name for name, p in model.named_parameters()}
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if name := names.get(id(getattr(node, "variable", None))):
+            raise InvalidInputError(
+                f"a copy of the model uses {name} of the model itself: a layer refers to another one by a function or "
+                "a weak reference, which copies do not follow; let it refer to the layer, or hand the tensor to its "
+                "forward"
+            )
+        following = {n for n, _ in getattr(node, "next_functions", ()) if n is not None} - seen
+        seen |= following
+        nodes += following
+    return copied
 
 
 def estimated(
@@ -185,12 +226,14 @@ def estimated(
     from asa.cost.machine.estimate import estimate
     from asa.sharding.layers.structure import stripped, structure_of
     from asa.tracing import histories
+    from asa.tracing.surroundings import surroundings_preserved
 
     shaped(model)
-    structure = structure_of(
-        lambda: stripped(model), lambda: copy.deepcopy(model, histories(model)), example, name=spec_of(model),
-        num_classes=num_classes or outputs_of(model, example), precision=precision,
-    )  # fmt: skip
+    with surroundings_preserved(model):
+        structure = structure_of(
+            lambda: stripped(model), lambda: copy.deepcopy(model, histories(model)), example, name=spec_of(model),
+            num_classes=num_classes or outputs_of(model, example), precision=precision,
+        )  # fmt: skip
     return estimate(
         structure.graph, cluster.device, model_spec=spec_of(model), model_fingerprint=structure.fingerprint,
         precision=precision, global_batch=global_batch, max_degree=gpus, trained_on_one=structure.trains_on_one,

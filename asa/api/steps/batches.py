@@ -123,6 +123,8 @@ def rows_of(
             found.append(place)
             if isinstance(node, list | tuple):
                 return type(node)(node[i] for i in indices)
+            if isinstance(node, Tensor) and node.layout is not torch.strided:
+                return _sparse_rows(node, indices)
             return node[indices[0] : indices[0] + len(indices)] if consecutive else node[indices]
         children, structure = _children(node)
         if structure is None:
@@ -148,6 +150,16 @@ def warn_of_squares(batch: Any, total: int) -> None:
                 f"forward, or hand in batches of another size than {total}",
                 stacklevel=3,
             )
+
+
+def _sparse_rows(tensor: Tensor, indices: list[int]) -> Tensor:
+    try:
+        return tensor.index_select(0, torch.tensor(indices, dtype=torch.int64, device=tensor.device))
+    except (RuntimeError, NotImplementedError) as error:
+        raise UsageError(
+            f"the loader's batches have tensors of layout {tensor.layout}, whose rows ranks cannot share: have "
+            "collate_fn make dense ones, or sparse ones by to_sparse()"
+        ) from error
 
 
 def places_per_sample(small: Any, large: Any, sizes: tuple[int, int], place: Place = ()) -> frozenset[Place] | None:
@@ -180,6 +192,25 @@ def _children(node: Any) -> tuple[list[Any], Any]:
     """What ``node`` consists of, and its structure (None: it is a leaf)."""
     children, structure = pytree.tree_flatten(node, is_leaf=lambda part: part is not node)
     return ([], None) if len(children) == 1 and children[0] is node else (children, structure)
+
+
+def _flat(batch: Any) -> Any:
+    """``batch``, if ranks can share its rows.
+
+    Raises:
+        UsageError: there is a nested tensor in it.
+    """
+    if any(t.is_nested for t in tensors_of(batch)):
+        raise UsageError(
+            "the loader's batches have nested tensors, whose rows ranks cannot share: pad the samples to one length in "
+            "collate_fn, or hand the model their values and lengths"
+        )
+    return batch
+
+
+def cloned(batch: Any) -> Any:
+    """``batch`` with a copy of every tensor."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -292,9 +323,9 @@ class GlobalBatches:
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
-                return understood(collate([dataset[k] for k in keys]))
-        batch = self._first()
-        return rows_of(batch, range(min(samples, samples_in(batch))))
+                return _flat(understood(collate([dataset[k] for k in keys])))
+        batch = _flat(self._first())
+        return cloned(rows_of(batch, range(min(samples, samples_in(batch)))))  # a model may change its inputs
 
     def places(self, of: Callable[[Any], Any]) -> frozenset[Place] | None:
         """Where ``of(batch)`` has one row for each sample; None if two batches of other sizes do not tell."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
+from asa.api.patching import replace_once
 from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.errors import UsageError
 
@@ -27,6 +34,9 @@ def watch_registrations(model: DistributedModelBase) -> None:
         _hooked.append(True)
         torch_modules.register_module_parameter_registration_hook(_parameter_set)
         torch_modules.register_module_module_registration_hook(_module_set)
+        for owner in (WeightNorm, SpectralNorm, BasePruningMethod):
+            replace_once(owner, "remove", _refused_for_distributed)
+        replace_once(parametrize, "remove_parametrizations", _refused_for_distributed)
     _models.add(model)
 
 
@@ -48,9 +58,27 @@ def _module_set(module: nn.Module, name: str, value: Any) -> None:
         raise UsageError(f"the module {name} of a {type(module).__name__} {REPLACED}")
 
 
+def _refused_for_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, which makes a computed weight a plain one, for modules that ranks do not share."""
+
+    @wraps(original)
+    def checked(*args: Any, **options: Any) -> Any:
+        module = next((a for a in (*args, *options.values()) if isinstance(a, nn.Module)), None)
+        if module is not None and _is_distributed(module):
+            raise UsageError(
+                f"what computes a weight of a {type(module).__name__} (a norm, a parametrization, a mask) was removed "
+                "behind asa.parallelize, and the plan was made with it: remove it from copy.deepcopy(model), which is "
+                "a plain model"
+            )
+        return original(*args, **options)
+
+    return checked
+
+
 def _is_distributed(module: nn.Module) -> bool:
     """Whether ranks share ``module``, and a program sets something of it."""
-    if not any(id(module) in model.__dict__.get("module_ids", ()) for model in _models):
+    ids = {id(module), id(module._parameters)}  # a view of a module has another identity
+    if not any(ids & model.__dict__.get("module_ids", set()) for model in _models):
         return False
     frame: Any = sys._getframe(2)
     while frame is not None:

@@ -6,6 +6,7 @@ A list of them would silently be read, clipped, averaged or updated in place of 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,10 +33,16 @@ class RetiredParameter(nn.Parameter):
             name = getattr(func.__self__, "fget", func.__self__).__name__
         if name not in _KNOWN and not name.startswith("is_"):
             raise UsageError(
-                "a parameter that the program listed before the model was distributed (or began to run whole) is used, "
-                "and ranks now train another in its place: list model.parameters() anew"
+                "a parameter (or a view of one) that the program listed before the model was distributed (or began to "
+                "run whole) is used, and ranks now train another in its place: list model.parameters() anew"
             )
         return run_plain(func, args, kwargs or {})
+
+
+class RetiredMemory(Tensor):
+    """A tensor in the memory of a parameter that is no longer one of the model."""
+
+    __torch_function__ = RetiredParameter.__torch_function__  # type: ignore[assignment]
 
 
 class ReplacedParameter(RetiredParameter):
@@ -83,7 +90,19 @@ def retire_in_job(model: nn.Module, components: Iterable[nn.Module]) -> None:
 def retire(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
     """Refuse every further use of the parameters ``before``, by name, for which the model has others ``now``."""
     live = {id(p) for p in now.values()}
-    for name, p in before.items():
-        if name in now and id(p) not in live:
-            with contextlib.suppress(TypeError):  # shards of torch's have a layout of their own
-                p.__class__ = RetiredParameter
+    gone = [p for name, p in before.items() if name in now and id(p) not in live]
+    memory = {_memory(p) for p in gone if type(p) is nn.Parameter} - {_memory(p) for p in now.values()} - {0}
+    for t in gc.get_objects() if memory else ():
+        if type(t) is Tensor and _memory(t) in memory:
+            t.__class__ = RetiredMemory
+    for p in gone:
+        with contextlib.suppress(TypeError):  # shards of torch's have a layout of their own
+            p.__class__ = RetiredParameter
+
+
+def _memory(t: Tensor) -> int:
+    """Where the memory of a tensor begins; 0 if it has none."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, on the meta device, in parts
+        return 0

@@ -25,6 +25,7 @@ from asa.executor.model.groups import Groups, Purpose, groups_of
 from asa.executor.model.modes import Modes
 from asa.executor.model.parallel import Links, ParallelModel, PlacedSegment, Segment
 from asa.executor.model.parameter_hooks import check_hooks
+from asa.executor.model.parameter_memory import check_memory
 from asa.executor.model.position import Position
 from asa.executor.model.template import TracedTemplate, without_weights
 from asa.instruments import execution
@@ -152,6 +153,7 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
             raise UsageError(f"{a.name}: this executor cannot run {a.data.strategy} + {a.tensor.strategy}")
     _check_ties(plan, traced)
     check_hooks(plan, traced)
+    check_memory(plan, traced)
     if len(plan.stages) > 1:
         _check_stages(plan, traced)
 
