@@ -682,6 +682,18 @@ def test_a_profile_that_is_the_newest_of_several_inputs_says_so(elsewhere):
     assert said.endswith(f"; --input {shape} takes another")
 
 
+def test_a_profile_that_is_the_newest_of_several_precisions_says_so(elsewhere):
+    places.PROFILES.mkdir()
+    full = nouns.profile()
+    half = replace(full, precision="bf16", provenance=replace(full.provenance, created="2999-01-01T00:00:00Z"))
+    codec.save(full, places.PROFILES / "full.json")
+    codec.save(half, places.PROFILES / "half.json")
+    args = Arguments({"gpus": None, "input": None, "tokens": None, "classes": None, "precision": "fp32"}, {})
+    found, said = choose.profile(args, Console(), full.model_spec, None, lambda cluster: None)
+    assert found == half
+    assert said.endswith("bf16; --precision fp32 takes another")
+
+
 @pytest.mark.parametrize(
     ("typed", "kept"),
     [
