@@ -277,6 +277,12 @@ def test_bad_variables_and_files_are_told_apart(elsewhere):
     (elsewhere / "asa.toml").write_text("[probe.sub]\nglobal-batsch = 2\n")
     with pytest.raises(errors.InvalidInputError, match="has no option 'global-batsch'"):
         resolved()
+    (elsewhere / "asa.toml").write_text("[probe.sub.deeper]\nx = 2\n")
+    with pytest.raises(errors.InvalidInputError, match="has no option 'deeper'"):
+        resolved()
+    (elsewhere / "asa.toml").write_text("[cluster]\ngpus = 2\n")
+    with pytest.raises(errors.InvalidInputError, match="has a table for list, show, measure, and none called 'gpus'"):
+        resolved()
     (elsewhere / "asa.toml").write_text("global-batsch = 2\n")
     with pytest.raises(
         errors.InvalidInputError, match="no command has an option 'global-batsch'; did you mean global-b"

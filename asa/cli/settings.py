@@ -207,8 +207,8 @@ def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]
     names = {o.name for o in verb.options if not o.positional}
     if any(key not in names for key in top) or len(top) < len(table):
         _check_names(table, verb)
-    for key, value in options.items():
-        if key not in names and not isinstance(value, dict):
+    for key in options:
+        if key not in names:
             raise InvalidInputError(f"[{verb.name.replace(' ', '.')}] has no option {key!r}", where=f"$.{key}")
     inside = verb.name.replace(" ", ".")
     return {k: (v, f"$.{k}") for k, v in top.items()} | {k: (v, f"$.{inside}.{k}") for k, v in options.items()}
@@ -230,6 +230,11 @@ def _check_names(table: Mapping[str, Any], verb: Verb) -> None:
             hint = f"; did you mean {matches[0]}?" if matches else ""
             what = f"no command is called {key!r}" if inside else f"no command has an option {key!r}"
             raise InvalidInputError(f"configuration: {what}{hint}", where=f"$.{key}")
+        seconds = [v.name.split()[1] for v in every if v.name.startswith(f"{key} ")]
+        for second in value if inside and seconds else ():
+            if second not in seconds:
+                what = f"[{key}] has a table for {', '.join(seconds)}, and none called {second!r}"
+                raise InvalidInputError(f"configuration: {what}", where=f"$.{key}.{second}")
 
 
 def _value(o: Option, raw: Any, where: str) -> Any:
