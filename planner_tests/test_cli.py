@@ -280,6 +280,9 @@ def test_bad_variables_and_files_are_told_apart(elsewhere):
     (elsewhere / "asa.toml").write_text("[probe.sub.deeper]\nx = 2\n")
     with pytest.raises(errors.InvalidInputError, match="has no option 'deeper'"):
         resolved()
+    (elsewhere / "asa.toml").write_text("global_batch = 2\nglobal-batch = 4\n")
+    with pytest.raises(errors.InvalidInputError, match="global-batch is given twice, with '-' and with '_'"):
+        resolved()
     (elsewhere / "asa.toml").write_text("[cluster]\ngpus = 2\n")
     with pytest.raises(errors.InvalidInputError, match="has a table for list, show, measure, and none called 'gpus'"):
         resolved()
