@@ -18,6 +18,7 @@ MOST_BYTES = 64 * 1024**2
 """Largest document in bytes: a profile of thousands of components is far smaller."""
 
 _KINDS = (
+    (stat.S_ISREG, "a regular file"),
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISCHR, "a device"),
@@ -50,8 +51,19 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[Any]:
 
 def _check(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "something else")
-        raise InvalidInputError(f"cannot use {path}: it is {kind}, not a regular file")
+        raise InvalidInputError(f"cannot use {path}: it is {_kind(mode)}, not a regular file")
+
+
+def kind_at(path: Path) -> str:
+    """What is at ``path``, in words such as "a directory"; empty if there is nothing."""
+    try:
+        return _kind(os.stat(path).st_mode)
+    except (OSError, ValueError):  # a name with a null character
+        return "a link that leads nowhere" if os.path.islink(path) else ""
+
+
+def _kind(mode: int) -> str:
+    return next((name for test, name in _KINDS if test(mode)), "something else")
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:

@@ -18,9 +18,9 @@ refused with exit code 2.
 
 | exit code | means |
 |---|---|
-| 0 | ok |
+| 0 | success |
 | 1 | internal error, or `verify` found a difference |
-| 2 | usage |
+| 2 | wrong usage |
 | 3 | a file or model that cannot be used |
 | 4 | no plan fits: the line names the limit that binds and the nearest remedy |
 | 5 | the environment lacks something |

@@ -340,8 +340,17 @@ def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (("plan", "folder"), 2, "no model is called 'folder', and folder is a directory, not a file"),
-        (("plan", "loop"), 2, "loop is a link that leads nowhere, not a file"),
+        (("plan", "folder"), 2, "no model is called 'folder', and folder is a directory; name a model"),
+        (("plan", "loop"), 2, "loop is a link that leads nowhere; name a model"),
+        (("profile", "p.json"), 2, "no model is called 'p.json', and p.json is a regular file; name a model"),
+        (("plan", "--from-run", "nope"), 3, "--from-run nope does not exist; name one of runs/train/"),
+        (("plan", "--from-run", "p.json"), 3, "--from-run p.json is a regular file, not a run's folder"),
+        (("train", "resnet18", "--resume", "--out", "folder"), 7, "no checkpoint in folder/checkpoints; leave out"),
+        (("plan", "--cluster", "pipe"), 3, "cannot use pipe: it is a pipe; name a cluster file or a preset"),
+        (("train", "p.json", "--data", "csv:folder"), 3, "--data csv:folder: folder is a directory, not a file"),
+        (("train", "p.json", "--data", "folder:p.json"), 3, "p.json is a regular file, not a folder"),
+        (("plan", "--input", "²x3x3"), 2, "'²x3x3' is not CxHxW, as in 3x32x32"),
+        (("launch", "k8s", "p.json", "--volume", "Ü"), 2, "'Ü' is no name of a claim: up to 253 lower-case letters"),
         (("plan", "--cluster", "folder"), 3, "cannot use folder: it is a directory; name a cluster file or a preset"),
         (("plan", "half.json"), 3, "half.json is not valid JSON: it ends too early, after 300 bytes; copy or write it"),
         (("explain", "folder"), 3, "folder has no log.jsonl, so it is no run's folder; name one of runs/train/"),
@@ -359,6 +368,7 @@ def test_what_is_no_file_and_what_is_no_name_is_told_at_once(argv, code, words, 
         monkeypatch.setattr(late, lambda *_, **__: pytest.fail("began to work"))
     (place / "folder").mkdir()
     (place / "loop").symlink_to("loop")
+    os.mkfifo(place / "pipe")
     (place / "half.json").write_text(codec.dumps(nouns.plan())[:300])
     codec.save(nouns.plan(), place / "p.json")
     assert words in refused(capsys, code, *argv)

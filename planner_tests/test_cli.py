@@ -277,6 +277,15 @@ def test_bad_variables_and_files_are_told_apart(elsewhere):
     (elsewhere / "asa.toml").write_text("[probe.sub]\nglobal-batsch = 2\n")
     with pytest.raises(errors.InvalidInputError, match="has no option 'global-batsch'"):
         resolved()
+    (elsewhere / "asa.toml").write_text("[probe.sub.deeper]\nx = 2\n")
+    with pytest.raises(errors.InvalidInputError, match="has no option 'deeper'"):
+        resolved()
+    (elsewhere / "asa.toml").write_text("global_batch = 2\nglobal-batch = 4\n")
+    with pytest.raises(errors.InvalidInputError, match="global-batch is given twice, with '-' and with '_'"):
+        resolved()
+    (elsewhere / "asa.toml").write_text("[cluster]\ngpus = 2\n")
+    with pytest.raises(errors.InvalidInputError, match="has a table for list, show, measure, and none called 'gpus'"):
+        resolved()
     (elsewhere / "asa.toml").write_text("global-batsch = 2\n")
     with pytest.raises(
         errors.InvalidInputError, match="no command has an option 'global-batsch'; did you mean global-b"
@@ -680,6 +689,18 @@ def test_a_profile_that_is_the_newest_of_several_inputs_says_so(elsewhere):
     shape = "x".join(map(str, small.graph.input_shape))
     assert said.startswith("profile profiles/large.json, the newest of ")
     assert said.endswith(f"; --input {shape} takes another")
+
+
+def test_a_profile_that_is_the_newest_of_several_precisions_says_so(elsewhere):
+    places.PROFILES.mkdir()
+    full = nouns.profile()
+    half = replace(full, precision="bf16", provenance=replace(full.provenance, created="2999-01-01T00:00:00Z"))
+    codec.save(full, places.PROFILES / "full.json")
+    codec.save(half, places.PROFILES / "half.json")
+    args = Arguments({"gpus": None, "input": None, "tokens": None, "classes": None, "precision": "fp32"}, {})
+    found, said = choose.profile(args, Console(), full.model_spec, None, lambda cluster: None)
+    assert found == half
+    assert said.endswith("bf16; --precision fp32 takes another")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def current_votes() -> Votes:
 
 
 def meet_by(world: Any, meet: Callable[[str], None]) -> None:
-    """Have the ranks of the process group ``world`` :func:`meet_at` calls by ``meet``."""
+    """Use ``meet`` in :func:`meet_at`, for the ranks of the process group ``world``."""
     _meetings[:] = [(world, meet)]
 
 

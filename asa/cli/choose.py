@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -24,6 +23,7 @@ from asa.ir.profile import DeviceRecord, Profile
 from asa.launch import cuda_devices
 from asa.launch.devices import cpu_name
 from asa.profiler.paths import slug
+from asa.reading import kind_at
 from asa.zoo.names import REMARKS
 
 PROFILE_LIMIT_S = 75.0
@@ -45,8 +45,8 @@ def named_cluster(name: str, gpus: int | None = None) -> Cluster:
 
     if places.looks_like_file(name):
         return codec.load(Cluster, Path(name))
-    if os.path.lexists(name) and name not in presets.names():
-        raise InvalidInputError(f"cannot use {name}: {places.no_file(Path(name))}; name a cluster file or a preset")
+    if name not in presets.names() and (kind := kind_at(Path(name))):
+        raise InvalidInputError(f"cannot use {name}: it is {kind}; name a cluster file or a preset")
     for folder in (places.PROFILES, places.SHIPPED):
         local = folder / f"{places.CLUSTER_PREFIX}{slug(name)}.json"
         if local.is_file():
@@ -158,7 +158,7 @@ def profile(
     check_model(args, model)
     if importlib.util.find_spec("torch") is None:
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
-        raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
+        raise UnavailableError(f"{lacking('torch', f'examining {model}')}; there are profiles of {known_models}")
     if cluster is None or _is_here(cluster):
         device = local_device(cluster.device.type if cluster else "auto")
         admit(cluster or default_cluster(console, device, args.gpus))
@@ -356,18 +356,20 @@ def fastest(first: Profile, others: list[tuple[Path, Profile]]) -> tuple[Path, P
 
 
 def _others(chosen: Profile, profiles: list[tuple[Path, Profile]]) -> str:
-    """What distinguishes the newest profile from others of the same model, of other inputs or classes."""
-    own_key = (chosen.graph.input_shape, chosen.graph.num_classes)
+    """What distinguishes the newest profile from others of the same model, of other inputs, classes or precision."""
+    own_key = (chosen.graph.input_shape, chosen.graph.num_classes, chosen.precision)
     others = {
-        (p.graph.input_shape, p.graph.num_classes)
+        (p.graph.input_shape, p.graph.num_classes, p.precision)
         for _, p in profiles
         if p.model_spec == chosen.model_spec and p.device.type == chosen.device.type
     } - {own_key}
     if not others:
         return ""
-    shape, classes = min(others)
+    shape, classes, precision = min(others)
     option = "--tokens" if len(shape) == 1 else "--input"
-    hint = f"{option} {'x'.join(map(str, shape))}" if shape != own_key[0] else f"--classes {classes}"
+    hint = f"--precision {precision}" if classes == own_key[1] else f"--classes {classes}"
+    if shape != own_key[0]:
+        hint = f"{option} {'x'.join(map(str, shape))}"
     return f", the newest of {chosen.model_spec}: {described(chosen).partition(' at ')[2]}; {hint} takes another"
 
 

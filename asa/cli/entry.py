@@ -128,8 +128,8 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
     if words[1:2] in (["--help"], ["-h"]):
         console.text(_listing(f"asa {words[0]}", [(v.name, v.help) for v in commands]))
         return 0
-    offered = " or ".join(v.name for v in commands)
-    raise UsageError(f"`{' '.join(['asa', *words[:2]])}` is no command; there is {offered}")
+    offered = ", ".join(f"`asa {v.name}`" for v in commands)
+    raise UsageError(f"`{' '.join(['asa', *words[:2]])}` is no command; the commands are {offered}")
 
 
 def _check_device(args: Arguments) -> None:

@@ -118,7 +118,7 @@ def shape(text: str) -> tuple[int, int, int]:
     (3, 32, 32)
     """
     parts = text.lower().split("x")
-    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+    if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise ValueError(f"{text!r} is not CxHxW, as in 3x32x32")
     return int(parts[0]), int(parts[1]), int(parts[2])
 

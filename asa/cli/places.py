@@ -63,11 +63,6 @@ def looks_like_file(text: str) -> bool:
     return text.endswith(".json") or ("/" in text and ":" not in text) or Path(text).is_file()
 
 
-def no_file(path: Path) -> str:
-    """Why there is no file at ``path``, in words."""
-    return "it is a directory" if path.is_dir() else "it is a link that leads nowhere"
-
-
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
     """All readable profiles, newest first by their own date, and after them those that are shipped with the package;
     unreadable ones are named on stderr."""

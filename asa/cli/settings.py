@@ -193,8 +193,23 @@ def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
         for key in inside:
             table = table.get(key, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict) and table:
-            return Path(path.name), {str(k).replace("_", "-"): v for k, v in table.items()}
+            return Path(path.name), _dashed(table)
     return None, {}
+
+
+def _dashed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """``table`` with dashes in place of underscores in its keys.
+
+    Raises:
+        InvalidInputError: two keys differ only in these.
+    """
+    renamed: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name in renamed:
+            raise InvalidInputError(f"configuration: {name} is given twice, with '-' and with '_'", where=f"$.{key}")
+        renamed[name] = value
+    return renamed
 
 
 def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]]:
@@ -203,12 +218,12 @@ def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]
     for word in verb.name.split():
         section = section.get(word, {}) if isinstance(section, dict) else {}
     top = {k: v for k, v in table.items() if not isinstance(v, dict)}
-    options = {str(k).replace("_", "-"): v for k, v in section.items()} if isinstance(section, dict) else {}
+    options = _dashed(section) if isinstance(section, dict) else {}
     names = {o.name for o in verb.options if not o.positional}
     if any(key not in names for key in top) or len(top) < len(table):
         _check_names(table, verb)
-    for key, value in options.items():
-        if key not in names and not isinstance(value, dict):
+    for key in options:
+        if key not in names:
             raise InvalidInputError(f"[{verb.name.replace(' ', '.')}] has no option {key!r}", where=f"$.{key}")
     inside = verb.name.replace(" ", ".")
     return {k: (v, f"$.{k}") for k, v in top.items()} | {k: (v, f"$.{inside}.{k}") for k, v in options.items()}
@@ -230,6 +245,11 @@ def _check_names(table: Mapping[str, Any], verb: Verb) -> None:
             hint = f"; did you mean {matches[0]}?" if matches else ""
             what = f"no command is called {key!r}" if inside else f"no command has an option {key!r}"
             raise InvalidInputError(f"configuration: {what}{hint}", where=f"$.{key}")
+        seconds = [v.name.split()[1] for v in every if v.name.startswith(f"{key} ")]
+        for second in value if inside and seconds else ():
+            if second not in seconds:
+                what = f"[{key}] has a table for {', '.join(seconds)}, and none called {second!r}"
+                raise InvalidInputError(f"configuration: {what}", where=f"$.{key}.{second}")
 
 
 def _value(o: Option, raw: Any, where: str) -> Any:

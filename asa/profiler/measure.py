@@ -344,9 +344,8 @@ def _subject(
 
 
 def _representatives(components: list[TracedComponent]) -> list[int]:
-    """For each component, the index of the one whose measurements it gets: usually its own. In long rows of equal
-    components with many times more weights than a cache holds, only a few are measured; smaller weights would stay in
-    the cache."""
+    """Indices of the components whose measurements each component gets, usually its own. Of many equal components in a
+    row, only a few are measured if their weights are many times larger than a cache; smaller ones would stay in it."""
     indices = stand_ins([signature(c) for c in components])
     weight_bytes = [sum(p.nbytes for p in components[i].parameters()) for i in set(indices)]
     return indices if sum(weight_bytes) > _BEYOND_CACHES else list(range(len(components)))

@@ -46,7 +46,7 @@ _SIZES = (1, 4, 5, 6, 7, 8, 12, 16, 31, 64, 100, 128, 129, 255, 512, 1000, 4096)
 
 
 def _continued(small: Any, large: Any, one: int, other: int, size: int) -> Any:
-    """What follows for a batch of ``size`` from the values for batches of ``one`` and of ``other``."""
+    """The value for a batch of ``size``, extrapolated from those for batches of ``one`` and ``other`` samples."""
     if isinstance(small, Tensor):
         return small.new_empty(_continued(small.shape, large.shape, one, other, size), device="meta")
     if isinstance(small, tuple | list):

@@ -46,7 +46,7 @@ def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
 
 
 def assigned(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
-    """For each unit, its objects, and the targets among them that are parameters held by another unit. A layer with
+    """The objects of each unit, and the names among them of parameters that belong to an earlier unit. A layer with
     such a parameter is replaced by a copy that refers to it."""
     used_before: set[int] = set()
     lists = []

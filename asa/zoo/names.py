@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 from difflib import get_close_matches
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asa.errors import UnavailableError, UsageError
+from asa.reading import kind_at
 from asa.zoo.sizes import SHAPES
 from asa.zoo.sources import check_defined
 
@@ -160,9 +160,8 @@ def unknown(spec: str, names: frozenset[str]) -> NoReturn:
     if not matches and ("-" in spec or "/" in spec):  # as the Hugging Face hub calls its models
         matches = [f"hf:{spec}", *(name for name in OWN if name in plain)]
     hint = f"; did you mean {', '.join(matches)}?" if matches else "; `package.module:factory` names one of your own"
-    if os.path.lexists(spec):
-        what = "a directory" if os.path.isdir(spec) else "a link that leads nowhere"
-        hint = f", and {spec} is {what}, not a file"
+    if kind := kind_at(Path(spec)):
+        hint = f", and {spec} is {kind}; name a model"
     raise UsageError(f"no model is called {spec!r}{hint}")
 
 

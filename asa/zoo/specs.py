@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
+from asa.reading import kind_at
 from asa.zoo.names import check_module
 
 NAMED = ("cifar100", "cifar10", "mnist", "digits", "synthetic", "shapes", "sentiment")
@@ -65,8 +66,10 @@ def check_there(spec: str) -> None:
         return
     path = Path(rest)
     if origin in PATHS and not (path.is_dir() if origin in FOLDERS else path.is_file()):
-        kind = "folder" if origin in FOLDERS else "file"
-        raise InvalidInputError(f"--data {spec}: there is no {kind} {rest}")
+        needed = "folder" if origin in FOLDERS else "file"
+        found = kind_at(path)
+        why = f"{rest} is {found}, not a {needed}" if found else f"there is no {needed} {rest}"
+        raise InvalidInputError(f"--data {spec}: {why}")
     if origin in _NEEDED and importlib.util.find_spec(_NEEDED[origin]) is None:
         raise UnavailableError(lacking(_NEEDED[origin], f"--data {spec}"))
 

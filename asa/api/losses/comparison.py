@@ -209,9 +209,9 @@ class Comparison:
         return None if at is None else float(by_rank[0][at])
 
     def _whole_batch_results(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
-        """For every interpretation of the program that runs: the loss of the whole batch, the gradients of this rank's
-        rows of the outputs, pairs of its rows of the model's inputs and their actual values, and whether it assumes
-        that tensors which differ between ranks are as on this rank."""
+        """Results of every interpretation of the program that runs: the loss of the whole batch; the gradients of this
+        rank's rows of the outputs; pairs of its rows of the model's inputs and their actual values; whether
+        it assumes that tensors which differ between ranks are as on this rank."""
         tape = self._tape
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
         at = tape.index_of(self._loss)

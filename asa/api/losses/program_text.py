@@ -21,7 +21,7 @@ _SHAPING = frozenset((
 
 
 def _now(file: str) -> object:
-    """What becomes another value when ``file`` changes, as a program may that a notebook runs again."""
+    """A value that changes when ``file`` changes, as a program may that a notebook runs again."""
     linecache.checkcache(file)
     linecache.getlines(file)
     return linecache.cache.get(file, ())[:2]

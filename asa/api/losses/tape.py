@@ -361,8 +361,8 @@ class Tape:
         return self.positions[id(tensor)]
 
     def computes_with_rows(self) -> bool:
-        """Whether an operation has this rank's number of samples, a multiple or its inverse, as an argument, or a
-        tensor made beside the batch has as many rows."""
+        """Whether the program computes with this rank's number of samples: an operation has the number, a multiple of
+        it or its inverse as an argument, or a tensor that is not part of the batch has as many rows."""
 
         def is_count(leaf: Any) -> bool:
             if isinstance(leaf, slice):
@@ -604,8 +604,8 @@ def _kept(result: Any, args: Any, options: Any) -> Any:
 
 
 def _own(args: Any, options: Any) -> Readings | None:
-    """Who is told of what happens to numbers of this rank's samples among arguments; None if there are none, or if
-    everything was said."""
+    """The readings of numbers of this rank's samples among the arguments; None if there are no such numbers, or all
+    warnings about them were given."""
     found = ((t, t.tape.readings) for t in watched_in((args, options)))
     return next(
         (r for t, r in found if r is not None and not (r.said and r.written) and not t.tape.of_all_ranks(t)), None

@@ -80,7 +80,7 @@ def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, options: P
 def plan_again(
     options: PlanOptions, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
 ) -> Plan:  # fmt: skip
-    """What a :class:`asa.scheduler.Model` solves with: :func:`on_ranks_that_pay`, within ``SOLVE_S`` seconds."""
+    """A new plan for ``ranks`` ranks within ``SOLVE_S`` seconds; the solver of a :class:`asa.scheduler.Model`."""
     return on_ranks_that_pay(profile, cluster, ranks, options, SOLVE_S)
 
 

@@ -301,7 +301,7 @@ class GlobalBatches:
 
     @property
     def settled(self) -> bool:
-        """Whether the order of an epoch is settled when it begins; otherwise ranks exchange something at each batch."""
+        """Whether the order of an epoch is known when it begins; otherwise ranks exchange something at each batch."""
         return self.indexed and not self._orders.one_by_one
 
     @property

@@ -59,7 +59,7 @@ def _torch(_: Console) -> Check:
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:
-        detail = "not installed: plan, explain, simulate, export and launch work, what runs a model does not"
+        detail = "not installed: plan, explain, simulate, export and launch work; commands that run a model do not"
         return Check(name="torch", ok=False, detail=detail, needed=False, fix=f"pip install '{TRAINING}'")
     fix = "install the pair from one index: pip install torch torchvision"
     try:

@@ -13,6 +13,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.reading import kind_at
 
 
 def origins(args: Arguments, console: Console) -> tuple[Profile, Cluster]:
@@ -27,6 +28,9 @@ def origins(args: Arguments, console: Console) -> tuple[Profile, Cluster]:
         if getattr(args, name) is not None:
             raise UsageError(f"--from-run has a profile and a cluster of its own; leave out {shown}")
     folder = Path(args.from_run)
+    if not folder.is_dir():
+        why = f"is {kind}, not a run's folder" if (kind := kind_at(folder)) else "does not exist"
+        raise InvalidInputError(f"--from-run {folder} {why}; name one of {places.TRAINING}/")
     if not (folder / CORRECTED_PROFILE).is_file():
         raise InvalidInputError(
             f"{folder} has no {CORRECTED_PROFILE}: a run of `asa train` writes one after its first epoch, if the "

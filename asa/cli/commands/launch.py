@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -134,6 +135,17 @@ def _deliver(text: str, output: str | None, data: dict[str, object], console: Co
     console.document(data)
 
 
+def claim(text: str) -> str:
+    """Parse the name of a volume claim, by the rules of Kubernetes.
+
+    >>> claim("team-a.data")
+    'team-a.data'
+    """
+    if len(text) > 253 or not all(re.fullmatch("[a-z0-9]([a-z0-9-]*[a-z0-9])?", part) for part in text.split(".")):
+        raise ValueError(f"{text!r} is no name of a claim: up to 253 lower-case letters, digits, '-' and '.'")
+    return text
+
+
 def words(text: str) -> tuple[str, ...]:
     """Options for ``asa train``, split as in a shell.
 
@@ -222,7 +234,7 @@ VERBS = (
             Option(
                 name="volume",
                 help="volume claim that all pods mount (default: NAME-data)",
-                parse=o.word,
+                parse=claim,
                 metavar="C",
                 needs="system=k8s",
             ),

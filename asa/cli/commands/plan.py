@@ -281,7 +281,7 @@ VERBS = (
                 positional=True,
                 metavar="PROFILE|MODEL",
             ),
-            o.option(o.GPUS, help="number of devices, also of CPU cores (default: all of the cluster)"),
+            o.option(o.GPUS, help="number of devices; on CPUs, of processes (default: all of the cluster)"),
             o.CLUSTER,
             o.option(o.GLOBAL_BATCH, help="samples per optimizer step, over all devices (default: the profile's)"),
             o.MEMORY,

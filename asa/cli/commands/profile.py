@@ -58,7 +58,7 @@ VERBS = (
             o.CLASSES,
             o.option(
                 o.GLOBAL_BATCH,
-                help="largest batch to measure, in samples; smaller ones, too (default: 64, on a GPU 256)",
+                help="largest batch to measure, in samples; smaller ones are measured, too (default: 64, on a GPU 256)",
             ),
             o.DEVICE,
             o.PRECISION,
@@ -132,8 +132,8 @@ VERBS = (
             ),
             o.option(
                 o.OUTPUT,
-                help="file to write (default: profiles/MODEL.DEVICE.PRECISION.json, or, where that is of another "
-                "input, MODEL.CxHxW-K... beside it)",
+                help="file to write (default: profiles/MODEL.DEVICE.PRECISION.json, or MODEL.CxHxW-K... if that has "
+                "another input size or number of classes)",
             ),
             o.option(o.VERBOSE, help="show every component, microbatch and tensor degree, and what was skipped"),
             o.JSON,

@@ -22,20 +22,20 @@ _LOOKS = 40
 
 
 def check(args: Arguments) -> None:
-    """Check that the data can be opened, before minutes go into the profile.
+    """Check the disciplines, and that the data can be opened, before minutes go into the profile.
 
     Raises:
-        UsageError: data and model or batch do not fit together.
+        UsageError: no such discipline, or data and model or batch do not fit together.
         InvalidInputError: files are missing or unusable.
     """
     from asa.cli.options import input_shape
     from asa.zoo.models import default_input
     from asa.zoo.specs import check_classes
 
+    usual_settings(args.workers, 0.9, _asked(args))
     shape, classes = default_input(args.model, input_shape(args), args.classes)
     train = bench_setup.images(args.data, args.data_root, shape)[0]
     check_classes(args.data, train.num_classes, classes)
-    usual_settings(args.workers, 0.9, _asked(args))
     batch = args.global_batch or 64
     if batch > len(train):
         raise UsageError(f"a global batch of {batch} of {len(train)} samples; ask for --global-batch {len(train)}")

@@ -288,6 +288,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     if not is_launched():  # a launcher's first rank holds the lock while the others start
         places.check_free(out)
     if has_model:  # continue under a new plan or another discipline
+        if args.rehearse is None and not any((out / "checkpoints").glob("step_*")):  # before minutes of profiling
+            raise NoCheckpointError(f"no checkpoint in {out / 'checkpoints'}; leave out --resume to start anew")
         return *planned_here.planned(args, console), out
     if not args.plan and not os.path.lexists(plan_file):
         return plan_file, _plan_of_checkpoint(out, console), out

@@ -46,7 +46,7 @@ class FederatedAverage(OuterSteps):
         self._draw_clients()
 
     def notes(self) -> list[str]:
-        """Also says how many clients a round has, if ``fraction`` is not a whole number of them."""
+        """Notes, with the number of clients of a round if ``fraction`` is not a whole number of them."""
         count, chosen = self.axis.size, self._clients_of_round
         if math.isclose(chosen, self.discipline.fraction * count):
             return super().notes()

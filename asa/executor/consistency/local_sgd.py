@@ -59,7 +59,7 @@ class LocalSteps(Conduct):
         self._average_moments()
 
     def state(self) -> dict[str, Tensor]:
-        """With periods that follow the learning rate, the last one, which determines whether the next one rises."""
+        """The last learning rate, if periods follow it; otherwise nothing."""
         known = {"local_sgd.rate": torch.tensor([self._rate_before], dtype=torch.float64)}
         return known if self.discipline.growth else {}
 

@@ -57,7 +57,7 @@ _MORE = 1.1
 
 
 def _stopped(failure: WorkersFailedError | None, saved: int) -> AsaError:
-    """What a run ends with that was asked to stop and lost a rank, or was short of memory, before that was answered."""
+    """The error that ends a run which was asked to stop, and lost a rank or ran short of memory before it stopped."""
     if failure is not None and saved < 0:
         return failure
     lost = "" if failure is None else f", but {failure}"

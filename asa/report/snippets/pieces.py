@@ -72,7 +72,7 @@ def machines(plan: Plan, choice: Choice) -> tuple[int, int]:
 
 
 def torchrun(plan: Plan, choice: Choice) -> str:
-    """How FILE is started on every rank; on several machines, on each of them."""
+    """The command that starts FILE on every rank; of several machines, each runs it."""
     count, each = machines(plan, choice)
     if count == 1:
         return f"torchrun --standalone --nproc-per-node {each} FILE"

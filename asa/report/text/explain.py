@@ -63,7 +63,7 @@ _LIMIT = {
 
 
 def _peak(explanation: Explanation) -> str:
-    """The plan's memory beside that of a device."""
+    """The plan's memory compared with that of a device."""
     need, has = size(explanation.peak_bytes), size(explanation.capacity_bytes)
     return f"{need} of {has}" if explanation.peak_bytes <= explanation.capacity_bytes else f"{need}, a device has {has}"
 

@@ -41,7 +41,7 @@ def kind_of(finding: Mapping[str, Any]) -> str:
 
 
 def said(event: Mapping[str, Any]) -> str | None:
-    """The line about an event of a run that people are told: a finding, a decision or a note. None for others."""
+    """The line that people read about an event of a run: a finding, a decision or a note. None for other events."""
     match event["event"]:
         case "finding":
             return f"{PREFIX[kind_of(event)]}{event['line']}"

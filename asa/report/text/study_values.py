@@ -80,7 +80,7 @@ class Figures:
 
     @property
     def strategy(self) -> str:
-        """The strategy, with what tells it apart from rows of the same one in a table."""
+        """The strategy, with the settings that distinguish it from other rows of it in a table."""
         c, asked = self.row.cell, self.settings.get("microbatches")
         alone = ", alone" if c.alone and "run" in self.settings else ""
         return c.strategy + (f", m={asked}" if asked else "") + alone
@@ -233,8 +233,8 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
 
 
 def beside(f: Figures, by_cell: dict[StudyCell, Figures], strategy: str, **changes: Any) -> Figures | None:
-    """The row of another ``strategy`` for the same training, measured in the same way if there is one: it has no
-    microbatches, and takes turns or trains alone whatever ``f`` does."""
+    """The row of another ``strategy`` for the same training, without microbatches; preferably measured as ``f`` was
+    (in turns, or alone), otherwise in the other way."""
     wanted = replace(f.row.cell, strategy=strategy, microbatches=None, **changes)
     alone = f.row.cell.run == "alone"
     ways = (replace(wanted, alone=way) for way in (alone, not alone))

@@ -45,14 +45,14 @@ def busy_note(others_cores: float | None, cores: int, ranks: int) -> str:
 
 
 def others_work(others_cores: float | None, cores: int, ranks: int) -> str:
-    """How many of the cores other processes used, if they took time from ``ranks`` ranks; otherwise empty."""
+    """Text on the number of cores that other processes used; empty if they took no time from ``ranks`` ranks."""
     if others_cores is None or others_cores <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return f"other processes kept {others_cores:.1f} of {cores} cores busy"
 
 
 def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
-    """How much less or more time the left strategy takes than the right one, in one line. ``asa`` is not named."""
+    """One line on how much less or more time the left strategy takes than the right one; ``asa`` is not named."""
     low, high = sorted((1 - c.low, 1 - c.high))
     spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {_pairs(c)}"
     winner = verdict(c, noise, disturbed=disturbed)

@@ -108,7 +108,7 @@ class _Parts:
 
 
 class _OfAnotherRank(dict[str, Any]):
-    """What ``optimizer.state`` has of a parameter that another rank updates: nothing that can be read."""
+    """The entry of ``optimizer.state`` for a parameter that another rank updates; reading it raises an error."""
 
     def __missing__(self, key: str) -> Any:
         raise UsageError(

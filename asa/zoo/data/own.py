@@ -75,8 +75,8 @@ _FOLDERS, _FILES = ("folder", "parquet", "coco", "hf"), ("csv", "arrow")
 
 
 def _state(spec: str) -> tuple[object, ...]:
-    """What becomes another value if the files that ``spec`` names change, or are others because the working directory
-    is. What a function of the user's own, or the hub, would give now is unknown."""
+    """A value that changes if the files that ``spec`` names change, or if another working directory has other files
+    there. Changes of a function of the user's own, or of the hub, are not seen."""
     origin, _, rest = spec.partition(":")
     paths, found = [rest] if origin in (*_FOLDERS, *_FILES) else [], list[tuple[str, int, int, int]]()
     if origin in _FOLDERS:

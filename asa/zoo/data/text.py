@@ -60,8 +60,8 @@ def encoded(texts: Sequence[str], shape: Shape, named: str) -> Tensor:
 
 
 def cut(texts: Sequence[str], shape: Shape) -> str:
-    """How many of ``texts`` :func:`encoded` cuts to ``shape`` or finds empty, in words that begin with a semicolon; no
-    words if none."""
+    """Text on how many of ``texts`` :func:`encoded` cuts to ``shape`` or finds empty: it begins with a semicolon, or is
+    empty if there are none."""
     lengths = [len(t.encode("utf-8", "replace")) if of_tokens(shape) else len(_WORD.findall(t)) for t in texts]
     most, unit = (shape[0], "bytes, of which the first") if of_tokens(shape) else (shape[1], "words, of which the last")
     longer, empty = sum(n > most for n in lengths), lengths.count(0)
