@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ import training
 from stage_plans import staged
 from torch import nn
 
+from asa.api.model.optimizers import planned_like
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.executor.running.run import train
-from asa.executor.training.optimizer import build_optimizer, couples, try_out
+from asa.executor.training.optimizer import build_optimizer, couples, state_words, try_out
 from asa.ir.optimizers import OPTIMIZERS, planned_as
 from asa.ir.plan import TensorDegree
 from asa.scheduler import adapt
@@ -152,3 +153,17 @@ def test_an_optimizer_that_needs_whole_parameters_or_all_of_them_is_refused_wher
         _trained(tmp_path / "stages", spec("clipped"), stages)
     assert _trained(tmp_path / "norm2", spec("norm"), stages)[1] == []
     assert _trained(tmp_path / "whole", spec("clipped"), training.plan("logistic", ranks=2))[1] == []
+
+
+@pytest.mark.parametrize(("make", "words", "planned"), [
+    (lambda p: torch.optim.AdamW(p), 2, "adamw"), (lambda p: torch.optim.AdamW(p, amsgrad=True), 3, "adamw"),
+    (lambda p: torch.optim.SGD(p, lr=0.1), 0, "sgd"), (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, "sgd"),
+    (lambda p: torch.optim.RMSprop(p), 1, "sgd"), (lambda p: torch.optim.RMSprop(p, momentum=0.9), 2, "adamw"),
+    (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), 3, "adamw"),
+])  # fmt: skip
+def test_state_is_counted_by_a_step(make, words, planned, capsys):
+    optimizer = make([nn.Parameter(torch.zeros(3, 3))])
+    assert state_words(optimizer) == words
+    assert not optimizer.state
+    assert planned_like(optimizer, SimpleNamespace(rank=0)) == planned
+    assert ("memory is predicted with 2" in capsys.readouterr().err) == (words > 2)

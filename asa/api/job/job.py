@@ -30,7 +30,7 @@ from asa.api.model.coupling import CHANGED, Scored, changes_inputs, coupled, few
 from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
 from asa.api.model.notes import check_exact, differences, drawing, trained_norms
-from asa.api.model.optimizers import Rebinding, check_shared, no_shards_because
+from asa.api.model.optimizers import Rebinding, check_shared, no_shards_because, planned_like
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import whole_plan
 from asa.api.plans.planned import agreed_plan, checked_plan, cost_model
@@ -54,7 +54,6 @@ from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord
-from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.ir.units import time_span
@@ -187,7 +186,7 @@ class Job:
         call, why = find_call(context, model, batches, example_input)
         writes = find_written(context, model, call)
         self._options = options = PlanOptions(
-            global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
+            global_batch=batches.batch_size, optimizer=planned_like(optimizer, context), pipelines=True,
             cache=cache_folder(cache), **wishes,
             no_shards_because=no_shards_because(optimizer, model, elementwise) or kept_whole(writes),
             at_once=batch_norm == "exact" and bool(trained_norms(model)),

@@ -30,7 +30,7 @@ from asa.api.model.coupling import (
 )
 from asa.api.model.distributed_model import DistributedModel, check_new, local_rows
 from asa.api.model.notes import differences, trained_norms
-from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over
+from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over, planned_like
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.api.plans.planned import Origins, agreed_plan, checked_plan, cost_model, usual_cache
@@ -47,7 +47,6 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout
-from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.launch import give_back_freed_memory, launched
@@ -178,7 +177,7 @@ def parallelize(
     writes = find_written(context, model, call)
     whole_because = (*(no_shards_because(o, model, elementwise) for o in optimizers), kept_whole(writes))
     options = PlanOptions(
-        global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
+        global_batch=batches.batch_size, optimizer=planned_like(optimizer, context), pipelines=False,
         cache=cache_folder(cache), no_shards_because=next(filter(None, whole_because), ""), **wishes,
     )  # fmt: skip
     if writes and plan == "auto" and not why:  # components compute outputs, and change nothing

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from asa.api.messages import say
 from asa.api.model.optimizer_states import load_states, plain_states
+from asa.api.rank_context import RankContext
 from asa.api.tensors.scaling import understood_by_scalers
 from asa.api.tensors.views import TensorViews
 from asa.errors import UsageError
@@ -19,7 +21,10 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import hooked
 from asa.executor.model.parameter_memory import in_one_memory
 from asa.executor.model.state import local_tensors, stored
-from asa.executor.training.optimizer import cut_parameters, doubt_about_parts, updates_parts
+from asa.executor.training.optimizer import cut_parameters, doubt_about_parts, state_words, updates_parts
+from asa.interfaces.strategy import OPTIMIZER_WORDS
+from asa.ir.optimizers import planned_as
+from asa.ir.plan import OptimizerName
 from asa.sharding.split import TensorPart
 from asa.sharding.split.local_parts import step_over_parts
 
@@ -30,6 +35,21 @@ def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:
     if declared is not None:
         return declared
     return updates_parts(optimizer)
+
+
+def planned_like(optimizer: Optimizer, context: RankContext) -> OptimizerName:
+    """The optimizer that the planner assumes for this one, because it needs the same memory. A line says so if it keeps
+    more."""
+    name, kept = planned_as(type(optimizer).__name__), state_words(optimizer) or 0.0
+    if kept > OPTIMIZER_WORDS[name]:
+        name = "adamw"
+    if kept > OPTIMIZER_WORDS[name]:
+        say(
+            context,
+            f"{type(optimizer).__name__} keeps {kept:g} bytes of state for each byte of a parameter; memory is "
+            f"predicted with {OPTIMIZER_WORDS[name]}, so plan with less memory than there is (memory_bytes=)",
+        )
+    return name
 
 
 def check_whole(optimizer: Optimizer) -> None:

@@ -137,6 +137,23 @@ def couples(name: str, **settings: float | None) -> str:
             return ""
 
 
+def state_words(optimizer: torch.optim.Optimizer) -> float | None:
+    """Bytes of state that the optimizer keeps for each byte of a parameter, found by a step of another one of its class
+    with its settings on a small parameter of the same type; None where such a step fails."""
+    kind, like = type(optimizer), next((p for group in optimizer.param_groups for p in group["params"]), None)
+    if like is None:
+        return None
+    p = nn.Parameter(torch.zeros(8, 8, dtype=like.dtype))
+    try:
+        trial = kind([p], **accepted(kind, optimizer.defaults))  # type: ignore[call-arg]
+        p.grad = torch.ones_like(p)
+        trial.step()
+        kept = [v for v in trial.state[p].values() if isinstance(v, Tensor) and v.numel() > 1]
+    except Exception:
+        return None
+    return sum(v.nbytes for v in kept) / p.nbytes
+
+
 def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) -> str:
     """Warning for an ``optimizer`` that updates a shard of parameter ``name``. ``remedy`` says how to keep the
     parameter whole.
