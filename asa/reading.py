@@ -54,8 +54,8 @@ def _check(path: Path, mode: int) -> None:
         raise InvalidInputError(f"cannot use {path}: it is {_kind(mode)}, not a regular file")
 
 
-def kind_at(path: Path) -> str:
-    """What is at ``path``, in words such as "a directory"; empty if there is nothing."""
+def kind_at(path: Path | str) -> str:
+    """What is at ``path``, in words such as "a directory"; empty if there is nothing, or the path is empty."""
     try:
         return _kind(os.stat(path).st_mode)
     except (OSError, ValueError):  # a name with a null character

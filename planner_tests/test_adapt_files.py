@@ -57,7 +57,7 @@ def test_the_next_plan_is_made_from_what_a_run_has_learnt(run: Path, capsys: pyt
     [
         (["plan", "resnet18", "--from-run", "run"], 2, "leave out a model or profile"),
         (["plan", "--from-run", "run", "--cluster", "a100-nvlink-8"], 2, "leave out --cluster"),
-        (["plan", "--from-run", "elsewhere"], 3, "has no corrected.profile.json"),
+        (["plan", "--from-run", "elsewhere"], 3, "--from-run elsewhere does not exist"),
     ],
 )
 def test_what_cannot_be_planned_from_is_refused(

@@ -266,7 +266,7 @@ def test_layers_that_components_lack_are_not_left_behind_in_silence() -> None:
     program = Program(model=Players, x=numbers(24, 8), y=classes(24, 3), optimizer=_critic_only, loop=_with_momenta)
     for said in program.spread(["ddp"])["ddp"]:
         assert isinstance(said, str)
-        assert "a parameter that the program listed before" in said
+        assert "that the program listed before the model was distributed" in said
 
 
 class Batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,17 +49,16 @@ def test_what_asks_for_values_is_watched_with_them(monkeypatch: pytest.MonkeyPat
 
 
 class Pair(nn.Module):
-    """Refuses a single sample; ``seen`` are the sizes of batches it was given with values."""
+    """Refuses fewer than ``least`` samples; ``seen`` is called with the sizes of batches it was given with values."""
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int, seen: Callable[[tuple[int, bool]], None] = lambda _: None) -> None:
         super().__init__()
-        self.linear, self.least = nn.Linear(4, 3), least
-        self.seen: list[tuple[int, bool]] = []
+        self.linear, self.least, self.seen = nn.Linear(4, 3), least, seen
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < self.least:
             raise ValueError("no single sample")
-        self.seen.append((len(x), torch.is_grad_enabled()))
+        self.seen((len(x), torch.is_grad_enabled()))
         return self.linear(x)  # type: ignore[no-any-return]
 
 
@@ -66,9 +67,10 @@ def test_gradients_are_of_one_sample_where_it_takes_one(
     least: int, gradients: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "_HEAVY", 0)
-    model = Pair(least)
+    seen: list[tuple[int, bool]] = []
+    model = Pair(least, seen.append)
     assert verify.disagreement(model, model, model.train, torch.randn(2, 4)) == ""
-    assert set(model.seen) == {(gradients, True), (2, False)}
+    assert set(seen) == {(gradients, True), (2, False)}
 
 
 def test_a_wrong_gradient_is_found_in_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:

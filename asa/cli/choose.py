@@ -45,7 +45,7 @@ def named_cluster(name: str, gpus: int | None = None) -> Cluster:
 
     if places.looks_like_file(name):
         return codec.load(Cluster, Path(name))
-    if name not in presets.names() and (kind := kind_at(Path(name))):
+    if name not in presets.names() and (kind := kind_at(name)):
         raise InvalidInputError(f"cannot use {name}: it is {kind}; name a cluster file or a preset")
     for folder in (places.PROFILES, places.SHIPPED):
         local = folder / f"{places.CLUSTER_PREFIX}{slug(name)}.json"

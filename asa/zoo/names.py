@@ -160,7 +160,7 @@ def unknown(spec: str, names: frozenset[str]) -> NoReturn:
     if not matches and ("-" in spec or "/" in spec):  # as the Hugging Face hub calls its models
         matches = [f"hf:{spec}", *(name for name in OWN if name in plain)]
     hint = f"; did you mean {', '.join(matches)}?" if matches else "; `package.module:factory` names one of your own"
-    if kind := kind_at(Path(spec)):
+    if kind := kind_at(spec):
         hint = f", and {spec} is {kind}; name a model"
     raise UsageError(f"no model is called {spec!r}{hint}")
 

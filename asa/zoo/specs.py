@@ -67,7 +67,7 @@ def check_there(spec: str) -> None:
     path = Path(rest)
     if origin in PATHS and not (path.is_dir() if origin in FOLDERS else path.is_file()):
         needed = "folder" if origin in FOLDERS else "file"
-        found = kind_at(path)
+        found = kind_at(rest)
         why = f"{rest} is {found}, not a {needed}" if found else f"there is no {needed} {rest}"
         raise InvalidInputError(f"--data {spec}: {why}")
     if origin in _NEEDED and importlib.util.find_spec(_NEEDED[origin]) is None:
