@@ -22,9 +22,7 @@ _IDLE_TIMES, _IDLE_S = 3, 0.2
 """How often, and for how many seconds, an idle process computes at least while others train. A process that has just
 waited gets more of a core that it shares, and one that is held up for 100 ms at a time may not be in a shorter
 computation: both would look faster than training would be."""
-_MESSAGE_BYTES, _SHORT_BYTES, _SHORT_S = MIB, MIB // 8, 0.002
-"""Bytes of a message; if a shorter one takes longer than this, shorter ones are sent. Otherwise probes of slow links
-would take so much of the time that there are few, and a link that has recovered would be noticed late."""
+_MESSAGE_BYTES = MIB
 _MESSAGES = 5
 
 
@@ -34,7 +32,7 @@ def probe(votes: Votes, device: torch.device, idle_s: float | None = None, *, co
     votes.gather([0.0])
     began = time.perf_counter()
     computing_s = (_computing(device) if idle_s is None else idle_s) if compute else 0.0
-    num_bytes, messages = _messages(votes, device) if votes.num_ranks > 1 else (0, [])
+    messages = _messages(device) if votes.num_ranks > 1 else []
     rows_of_ranks = votes.gather([time.perf_counter() - began, computing_s, *messages])
     took_s = max(rank[0] for rank in rows_of_ranks)
     links: tuple[Transfer, ...] = ()
@@ -44,7 +42,7 @@ def probe(votes: Votes, device: torch.device, idle_s: float | None = None, *, co
         level = level_of(range(votes.num_ranks))
         links = (
             Transfer(
-                op="all_reduce", level=level, group_size=votes.num_ranks, num_bytes=float(num_bytes),
+                op="all_reduce", level=level, group_size=votes.num_ranks, num_bytes=float(_MESSAGE_BYTES),
                 seconds=seconds, n=_MESSAGES,
             ),
         )  # fmt: skip
@@ -74,25 +72,21 @@ def _computing(device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _messages(votes: Votes, device: torch.device) -> tuple[int, list[float]]:
-    """Bytes of an all-reduce over all processes, and seconds of each of several ones, after one for warm-up. They are
-    sent in the same way as gradients."""
-
-    def timed(num_bytes: int) -> float:
-        x = torch.zeros(num_bytes // 4, device=device)
-        began = time.perf_counter()
-        direct.all_reduce(x, group=dist.group.WORLD)
-        _synchronise(device)
-        return time.perf_counter() - began
-
+def _messages(device: torch.device) -> list[float]:
+    """Seconds of each of several all-reduces over all processes, after one for warm-up. They are sent in the same way
+    as gradients."""
+    x = torch.zeros(_MESSAGE_BYTES // 4, device=device)
+    seconds = []
     observed, waits.on = waits.on, False  # these are not transfers of the plan
     try:
-        timed(_SHORT_BYTES)
-        short_s = min(rank[0] for rank in votes.gather([timed(_SHORT_BYTES)]))
-        num_bytes = _MESSAGE_BYTES if short_s <= _SHORT_S else _SHORT_BYTES
-        return num_bytes, [timed(num_bytes) for _ in range(_MESSAGES)]
+        for _ in range(1 + _MESSAGES):
+            began = time.perf_counter()
+            direct.all_reduce(x, group=dist.group.WORLD)
+            _synchronise(device)
+            seconds.append(time.perf_counter() - began)
     finally:
         waits.on = observed
+    return seconds[1:]
 
 
 def _synchronise(device: torch.device) -> None:
