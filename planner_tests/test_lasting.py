@@ -13,12 +13,13 @@ from tables import some
 
 from asa.executor.training.saving import SaveClock
 from asa.interfaces.executor import Probe
-from asa.ir.measurements import Measurements, RankTiming
+from asa.ir.measurements import Measurements, RankTiming, Transfer
 from asa.ir.profile import Stat
 from asa.scheduler.costs import LIKE, Costs, Slowness
 from asa.scheduler.findings import Finding, Findings
 from asa.scheduler.lasting import Lasting, UsualVariation
 from asa.scheduler.relative import Compared
+from asa.scheduler.shape import Message
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import clean
@@ -141,6 +142,26 @@ def test_the_shortest_of_three_probes_counts() -> None:
     for _ in range(6):
         costs.probed(Probe(compute_s=(0.02, 0.06)), (0,), _Promise(), STEPS)
     assert costs.ranks[1].ratio == pytest.approx(3.0, rel=0.1)
+
+
+def test_what_is_derived_of_a_link_does_not_erase_what_probes_show() -> None:
+    class Pipeline(_Promise):
+        def message(self, transfer: Transfer) -> Message:  # type: ignore[override]
+            return Message(carried_bytes=1e6, expected_s=0.01, seconds=transfer.seconds, n=transfer.n)
+
+    costs, slow = Costs(2, 1), (0, math.log(4.0))
+    recovered = Transfer(op="all_reduce", level=0, group_size=2, num_bytes=1e6, seconds=0.01, n=5)
+    for _ in range(3):
+        costs.observe(_window(), Pipeline(), (0, 1), STEPS, (), slow)
+    assert costs.levels[0].ratio == pytest.approx(4.0)
+    for _ in range(3):  # of a pipeline, exposed communication is waiting, and comes to what was believed before
+        costs.probed(Probe(compute_s=(), links=(recovered,)), (0, 1), Pipeline(), STEPS)
+        costs.observe(_window(), Pipeline(), (0, 1), STEPS, (), slow)
+    assert costs.levels[0].ratio == pytest.approx(1.0)
+    costs.moved()  # under another plan, what is derived counts until a level was probed again
+    for _ in range(6):
+        costs.observe(_window(), Pipeline(), (0, 1), STEPS, (), slow)
+    assert costs.levels[0].ratio == pytest.approx(4.0)
 
 
 TRACES = sorted(clean.TRACES.glob("*.gz"))
