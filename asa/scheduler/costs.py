@@ -172,13 +172,14 @@ class Costs:
         self.by_rank = False
         self._stolen: set[int] = set()
         self._probes: dict[int, deque[float]] = {}
-        self._probed_levels = set[int]()
+        self.probed_levels = set[int]()
+        """Levels whose links were probed under the current plan."""
         self._last: Slowness | None = None
 
     def moved(self) -> None:
         """Discard estimates that are valid only for the previous plan."""
         self.step_factor, self.biases = Factor(), [0.0] * len(self.levels)
-        self._probes, self._probed_levels = {}, set()
+        self._probes, self.probed_levels = {}, set()
 
     def shift_group(self, group: Sequence[int], shift: float) -> None:
         """Change the estimates of ``group`` by ``shift``, because its members get more or less of their common core."""
@@ -223,7 +224,7 @@ class Costs:
                     self.shapes[level] = ShapeFit()
             if exposed is None:
                 self._transfers(measured.links, expected, steps)
-            elif exposed[0] not in self._probed_levels:  # under this plan; a message of its own says more
+            elif exposed[0] not in self.probed_levels:  # under this plan; a message of its own says more
                 self.levels[exposed[0]] = self.levels[exposed[0]].update(exposed[1], _UNLIKE, steps)
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
@@ -242,7 +243,7 @@ class Costs:
             for p, log in shortest.items():
                 if p not in processes:
                     self.ranks[p] = self.ranks[p].update(base + log, 2 * _FLOOR, steps)
-        self._probed_levels |= {t.level for t in probe.links}
+        self.probed_levels |= {t.level for t in probe.links}
         self._transfers(probe.links, expected, steps)
 
     def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int) -> None:

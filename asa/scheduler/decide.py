@@ -308,7 +308,8 @@ class Decider:
         faster is accepted unless the step time contradicts it.
         """
         solved = self._solved.levels
-        if max((abs(a - b) for a, b in zip(slowness.levels, solved, strict=True)), default=0.0) <= LIKE:
+        differ = {i for i, (a, b) in enumerate(zip(slowness.levels, solved, strict=True)) if abs(a - b) > LIKE}
+        if differ <= self.costs.probed_levels:  # a plan that hardly uses a link does not show how fast it is
             return slowness
         unchanged, expected = replace(slowness, levels=solved), self._expectation(current)
         logs = [math.log(self.model.step_s(current, s)) for s in (slowness, unchanged)]
