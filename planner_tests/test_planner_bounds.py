@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import joint_oracle
 import known_models
+import numpy as np
 import pytest
 import random_problems
 from random_pipelines import RandomPipelines
@@ -198,3 +199,29 @@ def test_a_copy_that_comes_to_grief_is_made_up_for():
     assert found.result() == 7
     Forked(lambda: list(range(10**7)), fork=True).stop()
     assert can_fork() in (False, True)
+
+
+@pytest.mark.parametrize("cluster", ["a100-nvlink-8", "h100-2x8-ib", "3090-pcie-8", "t4-8x1-25g-tcp"])
+@pytest.mark.parametrize("graph", [known_models.transformer(3, 512), known_models.vgg16(64)], ids=["vit", "vgg16"])
+def test_the_first_bound_of_a_component_is_below_every_way_and_counts_collectives(cluster, graph):
+    asked = Request(gpus=8, global_batch=64)
+    found = Prices(Space(known_models.profile(graph, 300.0, 64), presets.load(cluster), offered(), asked))
+    for width in (1, 2, 4, 8):
+        for m in (1, 4):
+            pricer, bound_s = found.pricer(width, m), found.compute(width, m)
+            menu = found.menu(pricer, anything)
+            able = [found.space.enough(i, w.layout, m) for i, w in zip(menu.component.tolist(), menu.ways, strict=True)]
+            which = np.flatnonzero(able)
+            x = menu.priced(pricer, which)
+            for k, seconds in zip(which.tolist(), (x.forward + x.backward).tolist(), strict=True):
+                i, way = int(menu.component[k]), menu.ways[k]
+                assert bound_s[i] <= seconds * (1 + 1e-9), (width, m, i, way)
+
+
+def test_the_first_bound_counts_collectives_of_split_components():
+    graph, asked = known_models.transformer(3, 512), Request(gpus=8, global_batch=64)
+    found = Prices(Space(known_models.profile(graph, 300.0, 64), presets.load("a100-nvlink-8"), offered(), asked))
+    bound_s = np.array(found.compute(8, 64))  # of one sample, so components are split
+    compute_s = np.min([found.compute_on(1, t) for t in (1, 2, 4, 8)], axis=0)
+    slower = bound_s[0] / compute_s[0]  # of an embedding, which cannot be split; ranks wait for the slowest
+    assert (bound_s[1:4] > 1.001 * slower * compute_s[1:4]).all()

@@ -108,7 +108,7 @@ class Prices:
         self.uniform: dict[object, list[Way]] = {}
         """Cache of the ways of the whole strategies, which are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
-        self._insides: dict[tuple[int, int], np.ndarray] = {} if known is None else known._insides
+        self._insides: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._insides
         self._priced_candidates: dict[tuple[object, ...], Price] = {}
         if space.may_offload and space.request.offload == "auto" and not self._plain_fits():
             space.offloading = True
@@ -215,14 +215,14 @@ class Prices:
             for samples, tensor, fewest in self._shards(width, num_microbatches):
                 alone_s.append(np.where(self.fewest <= fewest, self.compute_on(samples, tensor), np.inf))
                 inside_s.append(self._inside(samples, tensor))
-        empty = np.empty((0, len(self.fewest)))
-        self._leasts[key] = np.array([*alone_s, *empty]), np.array([*inside_s, *empty])
+        shape = (-1, len(self.fewest))
+        self._leasts[key] = np.array(alone_s).reshape(shape), np.array(inside_s).reshape(shape)
         return self._leasts[key]
 
     def _inside(self, samples: int, tensor: int) -> np.ndarray:
         """For each component, split ``tensor`` ways, the least seconds of its collectives in forward and backward of
         ``samples`` samples, while no other ranks communicate."""
-        key = (samples, tensor)
+        key = (samples, tensor, self.space.by_tokens)
         if key not in self._insides:
             space, graph = self.space, self.space.profile.graph
             links, of_kind = Links(space.cluster, tensor, tensor), dict[int, float]()
