@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
+from asa.api.steps.watch import StepWatch
 from asa.executor.training.clock import StepClock, StepTimes
 from asa.executor.training.epoch_timer import EpochTimer
 from asa.executor.training.rank_times import Stolen
@@ -35,6 +36,7 @@ class Clocked:
     def begin(self) -> None:
         """Take the place of what measures this process."""
         StepClock.collect = lambda clock: self.collect(clock)  # type: ignore[method-assign]
+        StepWatch.loaded = lambda *_: None  # type: ignore[method-assign]  # nor waits a step for this machine's loader
         Stolen.share = lambda _: -1.0  # type: ignore[method-assign]
         EpochTimer.resume = lambda _: None  # type: ignore[method-assign]  # what an exchange costs: it is the less often
 
