@@ -37,7 +37,7 @@ from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
 from asa.planner import Request, plan, search  # noqa: E402
 from asa.planner.answer import canonical  # noqa: E402
-from asa.planner.pipeline import case, climb, explored, joint, open_list, whole  # noqa: E402
+from asa.planner.pipeline import climb, explored, joint, open_list, whole  # noqa: E402
 from asa.planner.stage import labels, singles  # noqa: E402
 from asa.strategies import offered  # noqa: E402
 
@@ -72,10 +72,9 @@ def _counted_only(self: Any, _cutoff: float, _until: float) -> None:
 MECHANISMS: dict[str, list[Patch]] = {
     "nothing": [],
     "first plans of pipelines": [(search, "first_plans", _nothing)],
-    "bounds from compute alone": [(search, "floors", _no_bounds), (joint, "floors", _no_bounds)],
+    "quick bounds of pipelines": [(search, "floors", _no_bounds), (joint, "floors", _no_bounds)],
     "whole strategies of fewer devices": [(search, "on_fewer", _nothing)],
     "first plans of one stage": [(search, "first_plan", _never)],
-    "rough tables": [(case.Case, "_roughly", _nothing)],
     "descent beside a choice": [(labels.Solver, "_descend", _nothing)],
     "the ILP's turns": [(singles.Single, "_by_ilp", _nothing)],
     "all ways to run the stages of fixed cuts": [(open_list.OpenList, "_explore_fully", _as_far_as_weights_say)],
@@ -98,13 +97,11 @@ MECHANISMS: dict[str, list[Patch]] = {
 WHY = {
     "first plans of pipelines": "ResNet-50 in slack memory over slow links is 13 % slower without; beyond 128 ranks "
     "or 100 components they are all there is.",
-    "bounds from compute alone": "No case of these needs them; beyond 128 ranks they are the only bound on pipelines.",
+    "quick bounds of pipelines": "No case of these needs them; beyond 128 ranks they are the only bound on pipelines.",
     "whole strategies of fewer devices": "No plan of a search that has time needs them; one that has none is no "
     "slower than data parallelism on fewer devices.",
     "first plans of one stage": "No case of these needs them; of 50 golden cases at the usual limit 5 are slower "
     "without, by up to 6.3 % (decision 0127).",
-    "rough tables": "Of 73 golden cases at the usual limit 39 keep a gap above 0.5 % without, and 35 with them; many "
-    "devices need them most.",
     "descent beside a choice": "No case of these needs it; of 50 golden cases at the usual limit 2 are slower "
     "without, by up to 2.0 % (decision 0127).",
     "the ILP's turns": "No plan is slower by more than 0.5 % without; of 73 golden cases at the usual limit 39 keep a "

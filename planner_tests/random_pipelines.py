@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
+from asa.planner.stage.floor import LimitedStages
 from asa.planner.stage.problem import Chain, Config, Edge
 from asa.schedules import schedules
 
@@ -88,20 +90,27 @@ class RandomPipelines:
         )
         return begin, end
 
-    def whole(self, width: int, m: int) -> Any:
+    def limited(self, width: int, m: int, in_flight: Any) -> list[LimitedStages]:
         chain = self.chain(width, m)
         assert chain is not None
-        found = []
-        for less in (0, m - 1):
-            hidden = [
-                [
-                    (c.work - less * (c.forward + c.backward), chain.sp * c.window, chain.sc * (c.prompt + c.late))
-                    for c in row
-                ]
-                for row in chain.configs
-            ]
-            found.append([[min(x[0] - chain.saving * x[k] for x in row) for row in hidden] for k in (1, 2)])
-        return np.array(found)
+        prices = (0.0, 0.3, 3.0, 30.0) if self.likely_tight else (0.0,)
+
+        def row(price: float, flight: int, ms: Any) -> list[float]:
+            least = [min(ms(c) + price * (c.state + flight * c.activations) for c in row) for row in chain.configs]
+            return [0.0, *accumulate(least)]
+
+        whole = [
+            lambda c: c.work - chain.saving * chain.sp * c.window,
+            lambda c: c.work - chain.saving * chain.sc * (c.prompt + c.late),
+        ]
+        rents = np.array(prices) * chain.capacity
+        return [
+            LimitedStages(
+                (np.array([row(p, f, lambda c: c.forward + c.backward) for p in prices]), rents),
+                (np.array([row(p, f, ms) for ms in whole for p in prices]), np.tile(rents, 2)),
+            )
+            for f in in_flight
+        ]
 
     def chain(self, width: int, m: int) -> Chain | None:
         if (width, m) not in self._chains:

@@ -14,6 +14,7 @@ from floor_bounds import floors
 
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
+from asa.cost.memory.peak import needed
 from asa.cost.planned import price_plan
 from asa.cost.pricing import Pricer, times_of
 from asa.cost.step import ComponentCost
@@ -72,6 +73,24 @@ def test_floors_count_what_hosts_hand_over_and_never_too_much(graph, cluster):
         _, candidate, _ = drawn(random.Random(seed), prices)
         value = prices.of(candidate).cost.total_s * MS
         assert floors(quick, 1.5 * value)[candidate.num_microbatches] <= value * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("graph", "cluster"), CASES)
+def test_floors_with_the_memory_limit_are_below_every_plan_that_fits(graph, cluster):
+    prices = space(graph, cluster)
+    plans = sorted((drawn(random.Random(seed), prices)[1] for seed in range(60)), key=lambda x: prices.of(x).peak.total)
+    fitting = plans[:12]
+    limit = needed(prices.space.cluster.device, prices.of(fitting[-1]).peak.total, 8)
+    limited = space(graph, cluster, memory_bytes=limit)
+    tight, free = StagedSpace(limited, anything), StagedSpace(prices, anything)
+    tight.likely_tight = True
+    for candidate in fitting:
+        assert limited.fits(candidate)
+        m, value = candidate.num_microbatches, prices.of(candidate).cost.total_s * MS
+        assert floors(tight, 1.5 * value)[m] <= value * (1 + 1e-9)
+    without = floors(free)
+    bounds = floors(tight, 2 * max(without.values()))
+    assert max(bounds[m] / without[m] for m in bounds) > 1.2
 
 
 @pytest.mark.parametrize(("graph", "cluster"), CASES)

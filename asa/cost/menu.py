@@ -54,8 +54,9 @@ class PricedWays:
 
 class Menu:
     """All ways of all components in one list: ``ways[i]`` are those of component i. For each way, ``component`` is the
-    index of its component, and ``layout`` that of its layout in ``layouts``. ``saving`` marks ways with a checkpoint
-    that differ from another way in nothing else: where ``forgetting(component, way)`` is true; all if it is None."""
+    index of its component, and ``layout`` that of its layout in ``layouts``. ``twin``: for each component the first one
+    that is equal, with the same ways and equal neighbours. ``saving`` marks ways with a checkpoint that differ from
+    another way in nothing else: where ``forgetting(component, way)`` is true; all if it is None."""
 
     def __init__(
         self, graph: LayerGraph, states: States, times: Times, optimizer: OptimizerName,
@@ -68,8 +69,8 @@ class Menu:
         rows = [tuple(map(id, row)) for row in ways]
         tensors = {w.tensor for row in dict(zip(rows, ways, strict=True)).values() for w in row}
         holders = {states.largest(t)[0] for t in tensors}
-        self._twin = firsts((k, row, i in holders) for i, (k, row) in enumerate(zip(states.kinds, rows, strict=True)))
-        distinct, pair, self.checkpoint, self.offload = _distinct_states(ways, self._twin)
+        self.twin = firsts((k, row, i in holders) for i, (k, row) in enumerate(zip(states.kinds, rows, strict=True)))
+        distinct, pair, self.checkpoint, self.offload = _distinct_states(ways, self.twin)
         self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in distinct))
         number = {layout: k for k, layout in enumerate(self.layouts)}
         self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[pair]
@@ -77,7 +78,7 @@ class Menu:
         if forgetting is not None:
             for at in np.flatnonzero(self.checkpoint).tolist():
                 self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
-        self.first = np.array(self._twin)[self.component] == self.component
+        self.first = np.array(self.twin)[self.component] == self.component
         """The ways of the first of all equal components, which are priced for all of them."""
         self._prices: dict[tuple[Pricer, bytes], PricedWays] = {}
         self._cells = {(i, number[way.layout]): way for i, way in reversed(distinct)}
@@ -227,7 +228,7 @@ class Menu:
                 if (twin := first.setdefault(self._states.timed[i], i)) != i:
                     figures[:, k, i] = figures[:, k, twin]
                     continue
-                figures[:8, k, i] = pricer.cell(i, self._cells[self._twin[i], k])
+                figures[:8, k, i] = pricer.cell(i, self._cells[self.twin[i], k])
                 if one_by_one:
                     component = self._graph.components[i]
                     for at, checkpoint in ((8, False), (10, True)):

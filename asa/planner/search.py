@@ -193,8 +193,7 @@ class _Search:
         exchanges would make the answer depend on the clock.
         """
         fork, best, counts = can_fork(), self.best, self.staged.microbatches()
-        share_work = fork and joint.searched(self.staged)
-        own_counts, forked_counts = (counts[::2], counts[1::2]) if share_work else (counts, ())
+        own_counts, forked_counts = (counts[::2], counts[1::2]) if fork else (counts, ())
         exchange = Exchange()
 
         def work_in_fork() -> tuple[Candidate | None, float, Pipelined | None]:

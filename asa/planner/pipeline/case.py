@@ -1,6 +1,6 @@
 """Plans with one number of microbatches and one schedule, and a lower bound on all of them that rises in steps.
 
-The first bounds are dual bounds of stages (Lagrangian prices) without the memory limit, then with it where it may bind.
+The first bound of a case is the dual bound of its stages (Lagrangian prices), with the memory limit where it may bind.
 Then single combinations of cuts and widths are examined, those with the lowest bounds first, by the subclass
 :class:`asa.planner.pipeline.open_list.OpenList`.
 """
@@ -19,9 +19,8 @@ from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
 from asa.planner.pipeline.floors import Paced
-from asa.planner.pipeline.stage_cache import MANY, StageCache
+from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.pipeline.staged import Skeleton, value_of
-from asa.planner.space.space import divisors
 from asa.planner.stage.lattice import INF, Table
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
@@ -51,12 +50,13 @@ class Case(ABC):
         """Warm-up microbatches by number of stages to the last; None where the schedule waits for no return."""
         self.widths = tuple(w for w in cache.offsets if w < cache.gpus)
         self.keys = Keys(self.widths)
-        self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in cache.by_compute(m) for r in each}
+        able = [w for w in cache.offsets if w < cache.gpus and cache.pipelines.compute(w, m) is not None]
+        self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in able for r in each}
         self.links: StageLinks | None = None
         every = np.arange(cache.n + 1)[None, :] > np.arange(cache.n)[:, None]
         self._usable = {(w, r): every for w in self.widths for r in each}
         self.stuck = False
-        self._tight = self._rough = False
+        self._tight = False
 
     @property
     def bound(self) -> float:
@@ -77,9 +77,9 @@ class Case(ABC):
     def step(self, best: float, ends: float) -> None:
         """Raise the bound, first that of all cases with ``m``. Plans of ``best`` ms or more do not count."""
         if self._paced is not None and not self._paced.stuck and self._paced.bound < best:
-            self._paced.step(best, ends, hosts=False)
+            self._paced.step(best, ends)
             return
-        if self.level < 2:
+        if self.level == 0:
             # the time of a frame, including the test of which stages may be in a plan at all
             offsets = sum(len(self.cache.offsets[w]) for w in self.widths)
             ends -= _PLACE_S * self.most * self.cache.n**2 * offsets
@@ -87,10 +87,8 @@ class Case(ABC):
                 self.stuck = True
                 return
             try:
-                self._by_prices(best, ends, limit=self.level == 1)
+                self._by_prices(best, ends)
             except OutOfTimeError:
-                if self.level == 0 and not self._rough:
-                    self._roughly(best, 0.0)
                 return
         else:
             with suppress(OutOfTimeError):
@@ -119,44 +117,17 @@ class Case(ABC):
         self.most = max((r for r in range(1, self.most + 1) if any(self._usable[w, r].any() for w in alive)), default=1)
         self.stages = tuple(p for p in self.stages if p <= self.most)
 
-    def _roughly(self, best: float, ends: float) -> None:
-        """Bound by stages without transfers between them, for any degrees at their ends; by compute alone where time is
-        up."""
-        self._rough = True
-        keys = Keys(self.widths, lambda _w: (1,))
-        alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
-        tight = self._tight or self.cache.likely_tight
-        rough = {
-            w: self.cache.rough(w, self.m, [self.in_flight[r] for r in alive[w]], ends, tight=tight)
-            for w in self.widths
-        }
-
-        def tables(w: int, r: int) -> Table | None:
-            return rough[w][self.in_flight[r]] if r in alive[w] else None
-
-        self._alive(self._frame(keys, self.cache.links(self.m, keys, free=True), tables), best)
-
-    def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
-        """Bound without the memory limit, or, with ``limit``, with it. Where memory may bind, a rough bound comes
-        first, and then the one with the limit."""
-        if not limit:
-            if not self.cache.likely_tight and sum(len(divisors(w)) for w in self.widths) > MANY:
-                self._roughly(best, ends)
-                if self.bound >= best:
-                    return
-            for w in self.widths:
-                if clock.now() > ends:
-                    raise OutOfTimeError
-                self.cache.numbers(w, self.m)
-            self._tight = any(self.cache.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
-            if self._tight:
-                self._roughly(best, ends)
-                return
-        if self._tight or not limit:
-            self.keys = Keys(self.widths)
-            self.links = self.cache.links(self.m, self.keys, ends=ends)
-            self._priced(ends)
-            self._alive(self.framed(), best)
+    def _by_prices(self, best: float, ends: float) -> None:
+        """Bound by the prices of all stages, with the memory limit where it may bind."""
+        for w in self.widths:
+            if clock.now() > ends:
+                raise OutOfTimeError
+            self.cache.numbers(w, self.m)
+        self._tight = any(self.cache.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
+        self.keys = Keys(self.widths)
+        self.links = self.cache.links(self.m, self.keys, ends=ends)
+        self._priced(ends)
+        self._alive(self.framed(), best)
 
     def _priced(self, ends: float) -> None:
         """Compute the tables of bounds, with the memory limit where it may bind."""

@@ -1,32 +1,34 @@
-"""Lower bounds on pipeline plans from computation alone, plus the host's work for messages on asynchronous devices.
-They are quick for any number of ranks.
+"""Lower bounds on pipeline plans without transfers between stages: quick for any number of ranks.
 
-Three bounds for one number of microbatches: all ranks always busy; one microbatch through all components; and the
-slowest stage, which computes all microbatches, at the cuts and widths that make it fastest. A fourth combines them: the
-first microbatch has to reach a stage and the last gradient has to leave it, so a step takes at least the time of all
-microbatches in a stage plus the time of one microbatch in all stages in front.
+Three bounds for one number of microbatches, from compute alone: all ranks always busy; one microbatch through all
+components; and the slowest stage, which computes all microbatches, at the cuts and widths that make it fastest. A
+fourth combines them (:class:`Paced`): the first microbatch has to reach a stage and the last gradient has to leave it,
+so a step takes at least the time of all microbatches in a stage plus the time of one microbatch in all stages in front.
+It is raised by all that a stage takes besides compute, with the memory limit (:mod:`asa.planner.stage.floor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
 from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.stage.floor import LimitedStages
 from asa.planner.stage.lattice import INF
 
 _NEVER = 1e18
 _STEPS = 12
-_PACED = 7
-"""Bisections of the interval between a bound and the best plan."""
+_PACED, _DEPTHS = 7, 16
+"""Tests of a bound, and numbers of stages behind a stage that its memory tells apart."""
+_FLIGHTS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of microbatches in flight that memory is counted for; others are rounded down to these."""
 _MOST_RANKS, _NODE = 128, 8
 """Beyond so many ranks, ranks are counted in nodes of eight, and narrower stages count as no rank."""
-_ONCE = 0.45
-"""Share of the remaining time that may be used to price once-per-step work."""
 _MOST_ENTRIES = 4e8
 """Most table entries of one bisection (seconds of work); with more, no bisection is made."""
 
@@ -66,79 +68,92 @@ class Paced:
 
     def __init__(self, pipelines: StagedSpace, compute_ms: Any, widths: Any, unit: int, m: int, low: float) -> None:
         self.m, self.bound, self.level, self.stuck = m, low, 0, False
-        self._pipelines, self._widths, self._high = pipelines, widths, INF
-        self._slots, self._slots_of = pipelines.gpus // unit, widths // unit
+        self._pipelines, self._widths, self._high = pipelines, widths.tolist(), INF
+        self._slots, self._unit = pipelines.gpus // unit, unit
         self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
-        self._joints, self._whole = np.zeros((2, *compute_ms.shape)), np.zeros((2, 2, *compute_ms.shape))
-        self._tables = self._build_tables()
+        self._least = self._by_slots()
 
-    def step(self, best: float, ends: float, *, hosts: bool = True) -> None:
-        """Raise the bound by one test. The first three ask whether any plan takes less than ``best`` ms: by compute
-        alone, with the host's work at the ends of stages, and with once-per-step work. Further ones bisect the interval
-        between the bound and the best plan."""
-        self.level += 1 if hosts or self.level != 1 else 2  # their work is left out
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound by one test. The first two ask whether any plan takes less than ``best`` ms, by compute alone
+        and with all that is known of stages. Further ones bisect the interval between the bound and the best plan."""
+        self.level += 1
         if self.level == 2:
-            for k, w in enumerate(self._widths.tolist()):
-                bounds = self._pipelines.ends(w, self.m) if clock.now() < ends else None
-                if bounds is None:
-                    break  # the ends of the other widths count as zero
-                self._joints[:, k] = bounds
-            self._tables = self._build_tables()
-        if self.level == 3:
-            until = min(ends, clock.now() + _ONCE * (ends - clock.now()))
-            for k in np.argsort(-self._widths).tolist():  # widest first: they synchronise most
-                bounds = self._pipelines.whole(int(self._widths[k]), self.m) if clock.now() < until else None
-                if bounds is None:
-                    break
-                self._whole[:, :, k] = bounds
-            self._tables = self._build_tables()
-        middle = best if self.level < 4 else (self.bound + min(best, self._high)) / 2
-        if _reachable(self._tables, self._slots, self.m, middle * (1 + ROUNDING)):
+            self._least = self._by_slots(ends)
+        middle = best if self.level < 3 else (self.bound + min(best, self._high)) / 2
+        if _reachable(self._least, self._slots, self.m, middle * (1 + ROUNDING)):
             self._high = middle
         else:
             self.bound = middle
         self.stuck = self.level > _PACED
 
-    def _build_tables(self) -> dict[int, tuple[Any, Any, Any, Any]]:
-        """The argument ``least`` of :func:`_reachable`, by the slots of a stage."""
-        zero = np.zeros((*self._whole.shape[:-1], 1))
-        whole, tables = np.concatenate([zero, np.cumsum(self._whole, axis=-1)], axis=-1), {}
-        for k in sorted(set(self._slots_of.tolist())):
-            mask = self._slots_of == k
-            tables[k] = (self._sums[mask], *self._joints[:, mask], whole[:, :, mask])
-        return tables
+    def _by_slots(self, ends: float | None = None) -> dict[int, tuple[Any, Any]]:
+        """The argument ``least`` of :func:`_reachable`: by compute alone, or with all that is known of stages. Widths
+        for which there is no time until ``ends`` count by compute."""
+        x, n = self._pipelines, len(self._pipelines.names)
+        depths = range(1, min(_DEPTHS, n) + 1 if ends is not None and x.likely_tight else 2)
+        in_flight = [_least_in_flight(x.schedules.values(), r, min(n, x.gpus), self.m) for r in depths]
+        least: dict[int, tuple[Any, Any]] = {}
+        for k in range(len(self._widths) - 1, -1, -1):  # widest first: they synchronise most
+            w, known = self._widths[k], ends is not None and clock.now() < ends
+            stages = x.limited(w, self.m, in_flight) if known else []
+            alone = LimitedStages(*[(f * self._sums[k : k + 1], np.zeros(1)) for f in (1, self.m)])
+            steady, whole = (
+                np.stack([_intervals(*getattr(s, name)) for s in stages or [alone] * len(depths)])
+                for name in ("steady", "whole")
+            )
+            if known and (hosts := x.ends(w, self.m)) is not None:
+                steady = steady + np.array([*hosts[0], 0.0])[:, None] + np.array([0.0, *hosts[1]])
+            whole = np.maximum(whole, self.m * steady)
+            slots = w // self._unit
+            if slots in least:
+                steady, whole = np.minimum(steady, least[slots][0]), np.minimum(whole, least[slots][1])
+            least[slots] = steady, whole
+        return least
 
 
-def _reachable(least: dict[int, tuple[Any, Any, Any, Any]], slots: int, m: int, most: float) -> bool:
-    """Whether stages exist of which each, counted so, takes at most ``most`` ms. ``least``: for widths of so many
-    slots, prefix sums of ms over components, ms of beginning and of ending with each component, and prefix sums of
-    :meth:`asa.planner.pipeline.staged.StagedSpace.whole`.
+def _intervals(sums: Any, rent: Any) -> Any:
+    """The greatest over the rows of what a stage takes, by its first component and the one behind its last."""
+    return (sums[:, None, :] - sums[:, :, None] - rent[:, None, None]).max(axis=0)
 
-    A stage ends after all its microbatches and its once-per-step work. It also ends after one microbatch has passed it
-    and all stages behind it, plus its once-per-step work.
+
+def _least_in_flight(schedules: Iterable[Schedule], depth: int, most: int, m: int) -> int:
+    """The least number of microbatches, out of ``_FLIGHTS``, whose activations a stage holds in any schedule of at most
+    ``most`` stages, if it is stage number ``depth`` from the last one, which is number 1."""
+    every = [
+        schedule.in_flight(stages - depth, stages, m)
+        for schedule in schedules for stages in range(max(2, depth), most + 1) if not schedule.refusal(stages, m)
+    ]  # fmt: skip
+    return max(f for f in _FLIGHTS if f <= min(every, default=1))
+
+
+def _reachable(least: dict[int, tuple[Any, Any]], slots: int, m: int, most: float) -> bool:
+    """Whether stages exist of which each takes at most ``most`` ms, with the memory limit. ``least``: for stages of so
+    many slots, ms of one microbatch and of a whole step, by depth, first component and the one behind the last. The
+    depth is the number of stages from this one to the last; the greatest also counts for all beyond it.
+
+    Stages are added in front. What is stored for the stages so far is the longest time that one microbatch may take in
+    all stages in front of them: a stage begins when the first microbatch has passed those, and the last one has as long
+    a way back from it. Once-per-step work of a stage may go on meanwhile.
     """
-    n = next(iter(least.values()))[0].shape[1] - 1
-    front, last = np.full((2, n + 1, slots + 1), INF)
-    """By cut and slots used in front of it: the least round trip in ms of a microbatch, and the least ms of a stage
-    there with the round trip between it and the cut."""
-    front[0] = last[0] = 0.0
-    for stop in range(1, n + 1):
-        for k, (sums, begin, end, whole) in least.items():
-            inside = sums[:, stop, None] - sums[:, :stop]
-            first = int(np.searchsorted(-inside.min(axis=0), -most / m))  # a stage that starts earlier is too slow
-            if first == stop or k > slots:
+    depths, n = next(iter(least.values()))[0].shape[0], next(iter(least.values()))[0].shape[1] - 1
+    allowed = np.full((depths + 1, n + 1, slots + 1), -INF)
+    allowed[0, n] = INF
+    limits = []
+    for k, (steady, whole) in least.items():
+        left = np.where(whole <= most, most - m * steady, -INF)
+        limits.append((k, steady, left, left.max(axis=0) >= 0))
+    for start in range(n - 1, -1, -1):
+        for k, steady, left, possible in limits:
+            stops = np.flatnonzero(possible[start, start + 1 :])
+            if not len(stops) or k > slots:
                 continue
-            step_ms, single = (whole[..., stop, None] - whole[..., :stop]).max(axis=1)
-            stage = np.where(step_ms <= most, inside + begin[:, :stop] + end[:, stop - 1, None], INF)
-            in_front, least_ms = front[first:stop, : slots + 1 - k], stage.min(axis=0)[first:, None]
-            ms = np.where(in_front + m * least_ms <= most, in_front + least_ms, INF).min(axis=0)
-            np.minimum(front[stop, k:], ms, out=front[stop, k:])
-            stage, single = stage[:, first:, None], single[:, first:, None]
-            ms = np.maximum(last[first:stop, : slots + 1 - k] + stage, np.maximum(stage, single)).min(axis=(0, 1))
-            np.minimum(last[stop, k:], ms, out=last[stop, k:])
-        for reached in (front, last):
-            np.minimum.accumulate(reached[stop], out=reached[stop])
-    return bool(np.isfinite(front[n, slots]) and last[n, slots] <= most)
+            stage = np.s_[:, start, start + 1 : (stop := start + 2 + int(stops[-1])), None]
+            behind = allowed[:-1, start + 1 : stop, : slots + 1 - k].copy()
+            np.maximum(behind[-1], allowed[-1, start + 1 : stop, : slots + 1 - k], out=behind[-1])
+            ms = np.minimum(left[stage], behind - steady[stage]).max(axis=1)
+            np.maximum(allowed[1:, start, k:], ms, out=allowed[1:, start, k:])
+        np.maximum.accumulate(allowed[1:, start], axis=1, out=allowed[1:, start])
+    return bool((allowed[1:, 0, slots] >= 0).any())
 
 
 def _slowest(compute_ms: Any, widths: Any, gpus: int, low: float, high: float) -> float:

@@ -18,6 +18,7 @@ from asa.planner.pipeline.practice import FINE, quickest
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, divisors
+from asa.planner.stage.floor import LimitedStages
 
 _STEPS = 24
 """Most weights tried for a stage with devices of two speeds, besides equal ones and those in proportion to speed."""
@@ -135,8 +136,9 @@ class KindSpace(StagedSpace):
     def ends(self, width: int, num_microbatches: int) -> None:
         """None: with unequal devices no quick bound is known."""
 
-    def whole(self, width: int, num_microbatches: int) -> None:
-        """None, as for :meth:`ends`."""
+    def limited(self, width: int, num_microbatches: int, in_flight: Sequence[int]) -> list[LimitedStages]:
+        """No bounds, as for :meth:`ends`."""
+        return []
 
     def example(self, width: int) -> int:
         """First rank from which as many devices of the stage's kind follow as the stage has."""

@@ -13,22 +13,18 @@ from asa.planner.budget import USUAL, Effort
 from asa.planner.pipeline.bounds import Keys, StageLinks
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.pipeline.stages import UTMOST, Explorer
-from asa.planner.pipeline.tables import limited, relaxed, rough
+from asa.planner.pipeline.tables import limited, relaxed
 from asa.planner.pipeline.thinning import Points, Room
 from asa.planner.stage.lattice import INF, Numbers, Table
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.stage_slice import StageSlice
 
-MANY = 24
-"""Total number of data degrees over all widths from which a first bound ignores the degrees at the ends of stages."""
-
 
 class StageCache:
-    """Chains as arrays, tables of bounds and transfers, computed once for all cases. Where memory is ``likely_tight``,
-    bounds without it are not worth their time."""
+    """Chains as arrays, tables of bounds and transfers, computed once for all cases."""
 
     def __init__(self, pipelines: StagedSpace, *, effort: Effort = USUAL.effort) -> None:
-        self.pipelines, self.likely_tight, self.effort = pipelines, pipelines.likely_tight, effort
+        self.pipelines, self.effort = pipelines, effort
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
         self.offsets = {
@@ -44,41 +40,8 @@ class StageCache:
         self._limited: dict[tuple[int, int, int], Table] = {}
         self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
-        self._rough: dict[tuple[int, int, int], Table | None] = {}
-        self._by_compute: dict[int, dict[int, Table]] = {}
         self._links: dict[Any, StageLinks] = {}
         self._slices: dict[tuple[int, int, int, int, int], StageSlice] = {}
-
-    def by_compute(self, m: int) -> dict[int, Table]:
-        """Tables by compute alone, for each width in which all components can run."""
-        if m not in self._by_compute:
-            tables = self._by_compute.setdefault(m, {})
-            for w in (w for w in self.offsets if w < self.gpus):
-                row = self.pipelines.compute(w, m)
-                if row is not None:
-                    steady = _summed(row)
-                    free = np.where(steady < INF, 0.0, INF)
-                    tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
-        return self._by_compute[m]
-
-    def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
-        """Tables for any degrees at the ends, by microbatches in flight; by compute alone where time is up and no
-        better table exists. ``tight``: with the memory limit, but without transfers between components."""
-        tables: dict[int, Table | None] = {}
-        for f in set(in_flight):
-            if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
-                numbers = self.numbers(w, m)
-                self._rough[w, m, f] = None if numbers is None else rough(numbers.flying(f), f)
-            if (w, m, f) in self._rough:
-                tables[f] = self._rough[w, m, f]
-            elif not tight and ((w, m) in self._relaxed or clock.now() < ends):
-                table = self.relaxed(w, m)
-                values = () if table is None else table.values()
-                least = [None if x is None else x.min(axis=(2, 3), keepdims=True) for x in values]
-                tables[f] = Table(*least) if least else None
-            else:
-                tables[f] = self.by_compute(m).get(w)
-        return tables
 
     def tight(self, w: int, m: int, in_flight: int) -> bool:
         """Whether memory may bind; False for chains that are not formulated yet."""
@@ -164,40 +127,31 @@ class StageCache:
                 self._points[(*stage_key, start, stop)] = (room, UTMOST if exact else most, points)
         return {stop: self._points[(*stage_key, start, stop)][2] for stop in wanted}
 
-    def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> StageLinks:
-        """Transfers between stages of these keys; all zero where ``free``.
+    def links(self, m: int, keys: Keys, *, ends: float = INF) -> StageLinks:
+        """Transfers between stages of these keys.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
         """
-        key = (m, tuple(keys.pairs), free)
+        key = (m, tuple(keys.pairs))
         if key in self._links:
             return self._links[key]
         kinds, count = len(self.example), len(keys)
         ahead, back = (np.zeros((kinds, self.n + 1, count, count)) for _ in range(2))
-        if not free:
-            classes: dict[float, list[int]] = {}
-            for cut in range(1, self.n):
-                classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
-            firsts, class_of = [cuts[0] for cuts in classes.values()], np.zeros(self.n, dtype=np.int64)
-            for k, cuts in enumerate(classes.values()):
-                class_of[cuts] = k
-            layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
-            sent = np.zeros((kinds, len(firsts), count, count, 2))
-            for a, x in enumerate(layouts):
-                if clock.now() > ends:
-                    raise OutOfTimeError
-                for b, y in enumerate(layouts):
-                    for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():
-                        sent[kind, :, a, b] = self.pipelines.transfers(firsts, m, x, y, offset)
-            ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, class_of[1:]], -1, 0)
+        classes: dict[float, list[int]] = {}
+        for cut in range(1, self.n):
+            classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
+        firsts, class_of = [cuts[0] for cuts in classes.values()], np.zeros(self.n, dtype=np.int64)
+        for k, cuts in enumerate(classes.values()):
+            class_of[cuts] = k
+        layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
+        sent = np.zeros((kinds, len(firsts), count, count, 2))
+        for a, x in enumerate(layouts):
+            if clock.now() > ends:
+                raise OutOfTimeError
+            for b, y in enumerate(layouts):
+                for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():
+                    sent[kind, :, a, b] = self.pipelines.transfers(firsts, m, x, y, offset)
+        ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, class_of[1:]], -1, 0)
         self._links = {key: StageLinks(self.gpus, self.hops, ahead, back, m, self.offsets)}
         return self._links[key]
-
-
-def _summed(row: Any) -> Any:
-    """Sums of a row over all stages: array start x stop x 1 x 1."""
-    n, never = len(row), 1e17
-    sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
-    intervals = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
-    return np.where(intervals >= never, INF, intervals)[:, :, None, None]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Way
@@ -19,7 +18,7 @@ from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
-from asa.planner.stage.floor import of_stages
+from asa.planner.stage.floor import LimitedStages, limited_stages
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice, Problem
 
@@ -118,9 +117,9 @@ class StagedSpace:
         )
         return begin.tolist(), end.tolist()
 
-    def whole(self, width: int, num_microbatches: int) -> Any | None:
-        """Bounds on stages with once-per-step work (:func:`asa.planner.stage.floor.of_stages`)."""
-        return of_stages(self._prices, width, num_microbatches, self.gpus, self._allowed)
+    def limited(self, width: int, num_microbatches: int, in_flight: Sequence[int]) -> list[LimitedStages]:
+        """Bounds on stages with the memory limit (:func:`asa.planner.stage.floor.limited_stages`)."""
+        return limited_stages(self._prices, width, num_microbatches, self.gpus, self._allowed, in_flight)
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """The formulation of stages of that width; None where some component cannot run in one."""

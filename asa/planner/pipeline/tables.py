@@ -16,6 +16,7 @@ import numpy as np
 
 from asa.planner.budget import ROUNDING
 from asa.planner.stage import lattice as at
+from asa.planner.stage.floor import rates as slopes
 from asa.planner.stage.lattice import INF, ChainWeights, Numbers, PricedChain, Table
 
 Objective = tuple[float, float, float, float, float, float, float]
@@ -25,9 +26,6 @@ OWN_LAST = -1.0
 
 _STEADY, _WHOLE = 5, 3
 """Most prices of memory, by the time of a microbatch and by that of a step."""
-_FINE = 28
-_PRICES = np.geomspace(1e-3, 1e2, _FINE)
-"""Prices that are examined, in units of a chain's time over the capacity."""
 _ENTRIES = 6_000_000
 """Array entries of one pass (about), which covers several numbers of microbatches in flight."""
 
@@ -56,28 +54,14 @@ def rows_of(n: int, m: int) -> list[Objective]:
 
 
 def rates(numbers: Numbers, in_flight: int, most: int, *, per_step: bool) -> list[float]:
-    """Ms of a microbatch (of a step where ``per_step``) for each GiB saved: at most ``most`` rates. Where there are
-    more, neighbours with the least memory between them are merged."""
+    """Ms of a microbatch (of a step where ``per_step``) for each GiB saved (:func:`asa.planner.stage.floor.rates`)."""
     x, (row, groups, kind_of) = numbers, numbers.distinct
     count = np.bincount(kind_of)
     memory_of = row[:, at.STATE] + in_flight * row[:, at.ACT]
     time = row[:, at.F] + row[:, at.B]
     if per_step:
         time = x.m * time + row[:, at.ONCE] + max(0.0, 1 - x.saving * x.sc) * (row[:, at.PROMPT] + row[:, at.LATE])
-    unit = max(1e-12, float(np.minimum.reduceat(time, groups) @ count)) / x.capacity
-    price = unit * _PRICES
-    step = 1e-6
-    prices = np.r_[price, price * (1 + step)]
-    cost = np.minimum.reduceat(time + prices[:, None] * memory_of, groups, axis=1) @ count
-    memory = np.minimum.accumulate((cost[_FINE:] - cost[:_FINE]) / (step * price))
-    time_of = cost[:_FINE] - price * memory
-    longer, saved = np.diff(time_of), -np.diff(memory)
-    some = saved > 1e-4 * max(1e-12, float(memory[0]))
-    longer, saved = longer[some].tolist(), saved[some].tolist()
-    while len(saved) > most:
-        k = min(range(len(saved) - 1), key=lambda j: saved[j] + saved[j + 1])
-        longer[k : k + 2], saved[k : k + 2] = [longer[k] + longer[k + 1]], [saved[k] + saved[k + 1]]
-    return [max(0.0, a / b) for a, b in zip(longer, saved, strict=True)]
+    return slopes(time, memory_of, groups, count, x.capacity, most)
 
 
 def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
@@ -124,48 +108,6 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
             tables.append(_dearer(x, table, part, values[: len(part)]))
             values = values[len(part) :]
     return tables
-
-
-def rough(numbers: Numbers, in_flight: int) -> Table:
-    """The table with the memory limit for any degrees at the ends, without costs of edges between components: sums of
-    each component's least values, for all stages at once."""
-    x, n, m = numbers, numbers.n, numbers.m
-    slow, fast = x.saving * x.sc, x.saving * x.sp
-    prices = [0.0] if x.all_fit(in_flight) else [0.0, *rates(x, in_flight, _STEADY, per_step=False)]
-    steps = [0.0] if x.all_fit(in_flight) else [0.0, *rates(x, in_flight, _WHOLE, per_step=True)]
-    # Weights of forward, backward, once, synchronisation, its window and memory.
-    kinds = [(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
-    kinds += [(1.0, 1.0, 0.0, 0.0, 0.0, p) for p in prices]
-    kinds += [(m, m, 1.0, 1 - slow, 0.0, p) for p in steps] + [(m, m, 1.0, 1.0, -fast, 0.0)]
-    kinds += [(1.0, 1.0, 1.0, 1 - slow, 0.0, 0.0)]
-    weight = np.array(kinds)
-    row, groups, kind_of = x.distinct
-    memory = row[:, at.STATE] + in_flight * row[:, at.ACT]
-    times = [row[:, at.F], row[:, at.B], row[:, at.ONCE], row[:, at.PROMPT] + row[:, at.LATE], row[:, at.WINDOW]]
-    cost = weight @ np.stack([*times, memory])
-    inner = np.minimum.reduceat(cost, groups, axis=1)[:, kind_of]
-    moving = row[:, at.GRAD] + row[:, at.TRANS]
-    last = np.minimum.reduceat(cost + weight[:, 5:] * moving, groups, axis=1)[:, kind_of]
-    ends = []
-    for e, staying in ((x.inlets, False), (x.outlets, True)):
-        zero = np.zeros_like(e[:, at.EF])
-        memory = e[:, at.ESTATE] + in_flight * e[:, at.EACT]
-        memory = memory + e[:, at.ETRANS] if staying else memory
-        with np.errstate(invalid="ignore"):
-            cost = np.tensordot(
-                weight, np.stack([e[:, at.EF], e[:, at.EB], e[:, at.EONCE], zero, zero, memory]), axes=1
-            )  # fmt: skip
-        ends.append(np.where(np.isfinite(cost), cost, INF).min(axis=2))
-    sums = np.concatenate([np.zeros((len(weight), 1)), np.cumsum(inner, axis=1)], axis=1)
-    # objective x start x stop
-    least = sums[:, None, :-1] - sums[:, :-1, None] + (last + ends[1])[:, None, :] + ends[0][:, :, None]
-    least = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], least, INF)
-    least = np.concatenate([np.full((len(weight), n, 1), INF), least], axis=2)[..., None, None]
-    least -= (weight[:, 5] * x.capacity * (np.arange(len(weight)) != 1))[:, None, None, None, None]
-    k = 2 + len(prices)
-    never = np.zeros(least.shape[1:], bool) if x.all_fit(in_flight) else least[1] > x.capacity * (1 + ROUNDING)
-    steady, whole = least[2:k].max(axis=0), least[k:-1].max(axis=0)
-    return _walled(never, m, Table(steady=steady, forward=least[0], whole=whole, single=least[-1]))
 
 
 def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Table:

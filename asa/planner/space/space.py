@@ -39,10 +39,25 @@ def anything(_index: int, _way: Way) -> bool:
     return True
 
 
+_BY_EIGHT = 128
+"""Width up to which multiples of 8 are tried; beyond, steps are a sixteenth to an eighth of a width (decision 0196)."""
+
+
 def widths(gpus: int) -> tuple[int, ...]:
-    """Widths of stages in the space, widest first: all up to 8, multiples of 8, and ``gpus`` itself."""
-    sizes = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
+    """Widths of stages in the space, widest first: all up to 8, multiples of 8 up to 128, multiples of 16 up to 256, of
+    32 up to 512 and so on, and ``gpus`` itself."""
+    sizes = {*range(1, min(gpus, 8) + 1), *range(16, min(gpus, _BY_EIGHT) + 1, 8), gpus}
+    for from_, step in _wide_steps(gpus):
+        sizes |= {*range(from_ + step, min(gpus, 2 * from_) + 1, step)}
     return tuple(sorted(sizes, reverse=True))
+
+
+def _wide_steps(gpus: int) -> Iterator[tuple[int, int]]:
+    """Widths beyond which wider steps begin, with the step, below ``gpus``."""
+    from_, step = _BY_EIGHT, 16
+    while from_ < gpus:
+        yield from_, step
+        from_, step = 2 * from_, 2 * step
 
 
 @cache
@@ -271,7 +286,8 @@ class Space:
     def _wide(self) -> str:
         whole = ", inside a node or in whole ones" if len(self.cluster.levels) > 1 else ""
         nodes = " or up to 16 in whole nodes" if whole and self.cluster.node not in (8, 16) else ""
-        return whole if self.request.gpus <= 8 else f" up to 8 and multiples of 8{nodes}{whole}"
+        beyond = "".join(f", beyond {w} of {step}" for w, step in _wide_steps(self.request.gpus))
+        return whole if self.request.gpus <= 8 else f" up to 8 and multiples of 8{beyond}{nodes}{whole}"
 
     def _counts(self, *, piped: bool, many: bool) -> str:
         if self.request.microbatches is not None:

@@ -3,11 +3,12 @@
 If memory may bind, it has a price, and each component minimises time plus the price of the memory that it holds. The
 price with the highest bound is searched for. Without boundaries between components this is the optimum of the linear
 relaxation of a multiple-choice knapsack: the least cost of each GiB above the limit, in recomputation, gathers and
-smaller shards.
+smaller shards. Stages of a pipeline are bounded in the same way, all of one width at once (:func:`limited_stages`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ INF = float("inf")
 _PRICES, _FINER = 24, 8
 _LOWEST, _HIGHEST = 1e-3, 1e2
 """Range of prices of memory, in units of a step's time over the capacity; then finer around the best price."""
+_EXAMINED = np.geomspace(_LOWEST, _HIGHEST, 28)
+_STEADY, _WHOLE = 5, 3
+"""Most prices of memory in bounds of pipelines, by the time of a microbatch and by that of a step."""
 _PIVOTS = 4
 """Number of components, spread over the chain, in whose backward memory is bounded."""
 
@@ -70,17 +74,81 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     return Floor(max(step_ms, *bounds), once, memory, True, ways)
 
 
-def of_stages(prices: Prices, width: int, num_microbatches: int, busy: int, allowed: Allowed) -> Any | None:
-    """For each component the least ms of a whole step, and of one in which it has one of these microbatches: bounds on
-    stages of that width in a pipeline, of whose rows the greater sum counts. Shape (whole or one, row, component); None
-    where some component cannot run."""
-    pricer = prices.pricer(width, num_microbatches, busy)
-    menu, _, which, begin = _offered(prices, pricer, allowed)
+@dataclass(frozen=True)
+class LimitedStages:
+    """Lower bounds on stages of one width in a pipeline, with the memory limit. A stage of the components from
+    ``start`` to ``stop`` takes at least the greatest of ``sums[row, stop] - sums[row, start] - rent[row]`` over the
+    rows of ``steady`` (ms of one microbatch) and of ``whole`` (ms of a step). Each is a pair (sums, rent)."""
+
+    steady: Sequence[Any]
+    whole: Sequence[Any]
+
+
+def limited_stages(
+    prices: Prices, width: int, num_microbatches: int, busy: int, allowed: Allowed, in_flight: Sequence[int]
+) -> list[LimitedStages]:
+    """Bounds on stages of that width that hold the activations of so many microbatches, one for each number
+    ``in_flight``: without memory and, where it may bind, at several prices of memory (:func:`rates`). Empty where some
+    component cannot run."""
+    m, space = num_microbatches, prices.space
+    pricer = prices.pricer(width, m, busy)
+    menu, offered, which, begin = _offered(prices, pricer, allowed)
     if len(begin) < len(prices.fewest):
-        return None
-    x = menu.priced(pricer, which)
-    sides = [_sides(x, m, prices.space.cluster.overlap)[1] for m in (num_microbatches, 1)]
-    return np.minimum.reduceat(np.stack(sides), begin, axis=2)
+        return []
+    which = which[menu.first[which]]  # a component is priced for all that are equal
+    place = np.unique(menu.twin, return_inverse=True)[1]
+    begin, count = begins(menu.component[which]), np.bincount(place)
+    x, capacity = menu.priced(pricer, which), space.room(0, width, busy) / GIB
+    held = x.state + max(in_flight) * x.activations + x.gradients
+    may_bind = (np.maximum.reduceat(held, begin) @ count + x.transient.max()) / GIB > capacity
+    if may_bind:
+        which = np.flatnonzero(offered & menu.first)
+        begin = begins(menu.component[which])
+        x = menu.priced(pricer, which)
+    steady, sides = (x.forward + x.backward) * MS, _sides(x, m, space.cluster.overlap)[1]
+
+    def sums(times: Sequence[Any], held: Any, price: Sequence[float]) -> tuple[Any, Any]:
+        """For each of ``times`` and each price of a GiB the sums of the least of time and priced memory, and the price
+        of the capacity."""
+        each, zero = np.array(price, dtype=float), np.zeros((len(times) * len(price), 1))
+        cost = np.concatenate([np.minimum.reduceat(t + each[:, None] * held, begin, axis=1) for t in times])[:, place]
+        return np.concatenate([zero, np.cumsum(cost, axis=1)], axis=1), np.tile(each * capacity, len(times))
+
+    plain = sums([steady], 0.0, [0.0]), sums(sides, 0.0, [0.0])
+    if not may_bind:
+        return [LimitedStages(*plain)] * len(in_flight)
+    found = dict[int, LimitedStages]()
+    for flight in dict.fromkeys(in_flight):
+        held = (x.least_state + flight * x.activations) / GIB
+        pass_rates = rates(steady, held, begin, count, capacity, _STEADY)
+        step_rates = rates(sides.min(axis=0), held, begin, count, capacity, _WHOLE)
+        more = sums([steady], held, pass_rates), sums(sides, held, step_rates)
+        of_pass, of_step = (
+            tuple(map(np.concatenate, zip(a, b, strict=True))) for a, b in zip(plain, more, strict=True)
+        )
+        found[flight] = LimitedStages(of_pass, of_step)
+    return [found[flight] for flight in in_flight]
+
+
+def rates(time: Any, held: Any, begin: Any, count: Any, capacity: float, most: int) -> list[float]:
+    """Ms for each GiB saved: at most ``most`` slopes of the lower hull of ``time`` over memory ``held``, where each
+    component takes its best way at a price. Arrays have an entry for each way; those of a component start at ``begin``,
+    and ``count`` such components are in the chain. Where there are more slopes, neighbours with the least memory
+    between them are merged."""
+    unit = max(1e-12, float(np.minimum.reduceat(time, begin) @ count)) / max(1e-9, capacity)
+    price = unit * _EXAMINED
+    step = 1e-6
+    prices = np.r_[price, price * (1 + step)]
+    cost = np.minimum.reduceat(time + prices[:, None] * held, begin, axis=1) @ count
+    memory = np.minimum.accumulate((cost[len(price) :] - cost[: len(price)]) / (step * price))
+    time_of = cost[: len(price)] - price * memory
+    longer, saved = np.diff(time_of), -np.diff(memory)
+    some = saved > 1e-4 * max(1e-12, float(memory[0]))
+    longer, saved = longer[some].tolist(), saved[some].tolist()
+    while len(saved) > most:
+        k = min(range(len(saved) - 1), key=lambda j: saved[j] + saved[j + 1])
+        longer[k : k + 2], saved[k : k + 2] = [longer[k] + longer[k + 1]], [saved[k] + saved[k + 1]]
+    return [max(0.0, a / b) for a, b in zip(longer, saved, strict=True)]
 
 
 def _offered(prices: Prices, pricer: Pricer, allowed: Allowed) -> tuple[Menu, Any, Any, Any]:
