@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
-from asa.planner.stage.floor import LimitedStages
+from asa.planner.stage.floor import LimitedStages, StageBounds
 from asa.planner.stage.problem import Chain, Config, Edge
 from asa.schedules import schedules
 
@@ -95,20 +94,26 @@ class RandomPipelines:
         assert chain is not None
         prices = (0.0, 0.3, 3.0, 30.0) if self.likely_tight else (0.0,)
 
-        def row(price: float, flight: int, ms: Any) -> list[float]:
-            least = [min(ms(c) + price * (c.state + flight * c.activations) for c in row) for row in chain.configs]
-            return [0.0, *accumulate(least)]
+        def bounds(flight: int, *times: Any) -> StageBounds:
+            def least(c_row: Any, ms: Any, p: float, *, last: bool) -> float:
+                held = [c.state + flight * c.activations + last * (c.gradients + c.transient) for c in c_row]
+                return float(min(ms(c) + p * h for c, h in zip(c_row, held, strict=True)))
 
-        whole = [
-            lambda c: c.work - chain.saving * chain.sp * c.window,
-            lambda c: c.work - chain.saving * chain.sc * (c.prompt + c.late),
-        ]
-        rents = np.array(prices) * chain.capacity
-        return [
-            LimitedStages(
-                (np.array([row(p, f, lambda c: c.forward + c.backward) for p in prices]), rents),
-                (np.array([row(p, f, ms) for ms in whole for p in prices]), np.tile(rents, 2)),
+            inner, last = (
+                np.array([[least(c, ms, p, last=x) for c in chain.configs] for ms in times for p in prices])
+                for x in (False, True)
             )
+            sums = np.concatenate([np.zeros((len(inner), 1)), inner.cumsum(axis=1)], axis=1)
+            return StageBounds(sums, last - inner, np.tile(np.array(prices) * chain.capacity, len(times)))
+
+        def in_backward(c: Config) -> float:
+            return float(c.work - chain.saving * chain.sp * c.window)
+
+        def in_exchange(c: Config) -> float:
+            return float(c.work - chain.saving * chain.sc * (c.prompt + c.late))
+
+        return [
+            LimitedStages(bounds(f, lambda c: c.forward + c.backward), bounds(f, in_backward, in_exchange))
             for f in in_flight
         ]
 

@@ -25,7 +25,7 @@ from asa.ir.cluster import MOST_SLOWDOWN, Cluster, RankDevice
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.scheduler.costs import Slowness
+from asa.scheduler.costs import LIKE, Slowness
 from asa.scheduler.expected import Expected
 from asa.scheduler.shape import Shape
 
@@ -170,7 +170,8 @@ class Model:
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
         """The best plans under ``slowness``, each with its processes. The first may use all current processes. If some
         are slow, there is also the best plan without them: its devices are equal, so a short search finds it reliably.
-        If some share a core, there is also the best plan with one process per core.
+        If links are slow, there is also the best plan of one block of devices that needs none of them. If some share a
+        core, there is also the best plan with one process per core.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -179,9 +180,11 @@ class Model:
         order = self.order(base, placement.processes)
         placements = [self._solved(placement, measured, base, order)]
         fast = tuple(p for p in order if base.ranks[p] == 0)
-        if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
+        fewer = {len(fast)} if fast == order[: len(fast)] else set[int]()
+        fewer |= {self.cluster.levels[i - 1].devices if i else 1 for i, log in enumerate(base.levels) if log > LIKE}
+        for count in sorted(n for n in fewer if 0 < n < len(order)):
             with contextlib.suppress(InfeasibleError):
-                placements.append(self._solved(placement, measured, base, fast))
+                placements.append(self._solved(placement, measured, base, order[:count]))
         single = tuple(p for p in order if all(p not in g or p == _first(g, order) for g, _ in base.sharing))
         if len(single) < len(order):
             with contextlib.suppress(InfeasibleError):

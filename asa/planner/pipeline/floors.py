@@ -18,13 +18,12 @@ from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
 from asa.planner.pipeline.staged import StagedSpace
-from asa.planner.stage.floor import LimitedStages
 from asa.planner.stage.lattice import INF
 
 _NEVER = 1e18
 _STEPS = 12
-_PACED, _DEPTHS = 7, 16
-"""Tests of a bound, and numbers of stages behind a stage that its memory tells apart."""
+_CLOSE, _DEPTHS = 0.002, 16
+"""Share of a bound within which bisection ends, and numbers of stages behind a stage that its memory tells apart."""
 _FLIGHTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of microbatches in flight that memory is counted for; others are rounded down to these."""
 _MOST_RANKS, _NODE = 128, 8
@@ -84,36 +83,29 @@ class Paced:
             self._high = middle
         else:
             self.bound = middle
-        self.stuck = self.level > _PACED
+        self.stuck = self.level > 2 and min(best, self._high) - self.bound <= _CLOSE * self.bound
 
     def _by_slots(self, ends: float | None = None) -> dict[int, tuple[Any, Any]]:
         """The argument ``least`` of :func:`_reachable`: by compute alone, or with all that is known of stages. Widths
         for which there is no time until ``ends`` count by compute."""
-        x, n = self._pipelines, len(self._pipelines.names)
+        x, m, n = self._pipelines, self.m, len(self._pipelines.names)
         depths = range(1, min(_DEPTHS, n) + 1 if ends is not None and x.likely_tight else 2)
-        in_flight = [_least_in_flight(x.schedules.values(), r, min(n, x.gpus), self.m) for r in depths]
+        in_flight = [_least_in_flight(x.schedules.values(), r, min(n, x.gpus), m) for r in depths]
         least: dict[int, tuple[Any, Any]] = {}
         for k in range(len(self._widths) - 1, -1, -1):  # widest first: they synchronise most
             w, known = self._widths[k], ends is not None and clock.now() < ends
-            stages = x.limited(w, self.m, in_flight) if known else []
-            alone = LimitedStages(*[(f * self._sums[k : k + 1], np.zeros(1)) for f in (1, self.m)])
-            steady, whole = (
-                np.stack([_intervals(*getattr(s, name)) for s in stages or [alone] * len(depths)])
-                for name in ("steady", "whole")
-            )
-            if known and (hosts := x.ends(w, self.m)) is not None:
+            stages = x.limited(w, m, in_flight) if known else []
+            compute_ms = self._sums[k] - self._sums[k][:, None]
+            steady = np.stack([s.steady.of_stages() for s in stages] or [compute_ms] * len(depths))
+            whole = np.stack([s.whole.of_stages() for s in stages] or [m * compute_ms] * len(depths))
+            if known and (hosts := x.ends(w, m)) is not None:
                 steady = steady + np.array([*hosts[0], 0.0])[:, None] + np.array([0.0, *hosts[1]])
-            whole = np.maximum(whole, self.m * steady)
+            whole = np.maximum(whole, m * steady)
             slots = w // self._unit
             if slots in least:
                 steady, whole = np.minimum(steady, least[slots][0]), np.minimum(whole, least[slots][1])
             least[slots] = steady, whole
         return least
-
-
-def _intervals(sums: Any, rent: Any) -> Any:
-    """The greatest over the rows of what a stage takes, by its first component and the one behind its last."""
-    return (sums[:, None, :] - sums[:, :, None] - rent[:, None, None]).max(axis=0)
 
 
 def _least_in_flight(schedules: Iterable[Schedule], depth: int, most: int, m: int) -> int:

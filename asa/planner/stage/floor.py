@@ -75,13 +75,28 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
 
 
 @dataclass(frozen=True)
-class LimitedStages:
-    """Lower bounds on stages of one width in a pipeline, with the memory limit. A stage of the components from
-    ``start`` to ``stop`` takes at least the greatest of ``sums[row, stop] - sums[row, start] - rent[row]`` over the
-    rows of ``steady`` (ms of one microbatch) and of ``whole`` (ms of a step). Each is a pair (sums, rent)."""
+class StageBounds:
+    """Lower bounds in ms on all stages of one width, by their components ``start`` to ``stop - 1``: the greatest of
+    ``sums[row, stop] - sums[row, start] + last[row, stop - 1] - rent[row]`` over the rows."""
 
-    steady: Sequence[Any]
-    whole: Sequence[Any]
+    sums: Any
+    last: Any
+    rent: Any
+
+    def of_stages(self) -> Any:
+        """The bounds, by ``start`` and ``stop``."""
+        last = np.concatenate([np.zeros((len(self.last), 1)), self.last], axis=1)
+        ends = self.sums + last - self.rent[:, None]
+        return (ends[:, None, :] - self.sums[:, :, None]).max(axis=0)
+
+
+@dataclass(frozen=True)
+class LimitedStages:
+    """Bounds on stages of one width in a pipeline, with the memory limit: ``steady`` on the time of one microbatch,
+    ``whole`` on that of a step."""
+
+    steady: StageBounds
+    whole: StageBounds
 
 
 def limited_stages(
@@ -107,26 +122,25 @@ def limited_stages(
         x = menu.priced(pricer, which)
     steady, sides = (x.forward + x.backward) * MS, _sides(x, m, space.cluster.overlap)[1]
 
-    def sums(times: Sequence[Any], held: Any, price: Sequence[float]) -> tuple[Any, Any]:
-        """For each of ``times`` and each price of a GiB the sums of the least of time and priced memory, and the price
-        of the capacity."""
-        each, zero = np.array(price, dtype=float), np.zeros((len(times) * len(price), 1))
-        cost = np.concatenate([np.minimum.reduceat(t + each[:, None] * held, begin, axis=1) for t in times])[:, place]
-        return np.concatenate([zero, np.cumsum(cost, axis=1)], axis=1), np.tile(each * capacity, len(times))
+    def bounds(times: Sequence[Any], held: Any, price: Sequence[float]) -> StageBounds:
+        """A row for each of ``times`` and each price of a GiB. A last component also holds ``moving``."""
+        each = np.array(price, dtype=float)
+        priced = np.concatenate([t + each[:, None] * held for t in times])
+        more = np.tile(each[:, None] * moving, (len(times), 1))
+        cost, last = (np.minimum.reduceat(x, begin, axis=1)[:, place] for x in (priced, priced + more))
+        sums = np.concatenate([np.zeros((len(cost), 1)), np.cumsum(cost, axis=1)], axis=1)
+        return StageBounds(sums, last - cost, np.tile(each * capacity, len(times)))
 
-    plain = sums([steady], 0.0, [0.0]), sums(sides, 0.0, [0.0])
+    moving = (x.gradients + x.least_transient) / GIB
+    plain = bounds([steady], 0.0, [0.0]), bounds(sides, 0.0, [0.0])
     if not may_bind:
         return [LimitedStages(*plain)] * len(in_flight)
     found = dict[int, LimitedStages]()
     for flight in dict.fromkeys(in_flight):
         held = (x.least_state + flight * x.activations) / GIB
-        pass_rates = rates(steady, held, begin, count, capacity, _STEADY)
-        step_rates = rates(sides.min(axis=0), held, begin, count, capacity, _WHOLE)
-        more = sums([steady], held, pass_rates), sums(sides, held, step_rates)
-        of_pass, of_step = (
-            tuple(map(np.concatenate, zip(a, b, strict=True))) for a, b in zip(plain, more, strict=True)
-        )
-        found[flight] = LimitedStages(of_pass, of_step)
+        by_pass = [0.0, *rates(steady, held, begin, count, capacity, _STEADY)]
+        by_step = [0.0, *rates(sides.min(axis=0), held, begin, count, capacity, _WHOLE)]
+        found[flight] = LimitedStages(bounds([steady], held, by_pass), bounds(sides, held, by_step))
     return [found[flight] for flight in in_flight]
 
 
