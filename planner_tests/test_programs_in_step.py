@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import deque
 from typing import Any
 
 import pytest
@@ -236,3 +237,23 @@ def test_a_loader_that_another_thread_reads_ends_the_program_in_a_line(capfd: py
     with pytest.raises(AsaError) as ended:
         run_ranks(2, _read_by_a_thread, threads=1, timeout_s=120, limit_s=240)
     assert "read by one thread and the model called by another" in str(ended.value) + capfd.readouterr().err
+
+
+def test_a_position_is_of_one_pass_though_the_loop_goes_on_while_it_is_read() -> None:
+    class Waits(in_step.InStep):
+        """In a call of the model, its fourth pass."""
+
+        def __init__(self) -> None:
+            self.shared, self._since, self._passes = 4, 1.0, deque([(in_step.FORWARD, "")])  # type: ignore[assignment]
+
+        _kind = in_step.FORWARD  # type: ignore[assignment]
+
+    class GoesOn(Waits):
+        @property
+        def _kind(self) -> str:  # type: ignore[override]
+            """That of the backward, which begins now."""
+            self.shared, self._since = 5, 2.0
+            return in_step.BACKWARD
+
+    assert Waits()._position() == (1.0, (4, in_step.FORWARD, [(in_step.FORWARD, "")]))
+    assert GoesOn()._position()[0] is None

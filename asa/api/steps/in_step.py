@@ -394,19 +394,25 @@ class InStep:
         with contextlib.suppress(Exception):  # the store is gone, and so are its readers
             while True:
                 time.sleep(min(1.0, _PATIENCE_S))
-                since, number = self._since, self.shared
+                since, position = self._position()
                 if since is None or time.monotonic() - since < _PATIENCE_S:
                     continue
-                if number != written:
-                    position = json.dumps([number, self._kind, list(self._passes)])
-                    self._store.set(f"asa/pass/{self.rank}", position)
-                    written = number
+                if position[0] != written:
+                    self._store.set(f"asa/pass/{self.rank}", json.dumps(position))
+                    written = position[0]
                 elif (
                     time.monotonic() - since > 2 * _PATIENCE_S
                     and (conflict := self._conflict())
                     and self._since == since
                 ):
                     self.end(conflict)
+
+    def _position(self) -> tuple[float | None, tuple[int, str, list[tuple[str, str]]]]:
+        """Since when this rank is in a pass (None: it is in none), and the pass: its number, its kind, the last passes.
+        None, too, if the loop went on while they were read: the number of one pass with the kind of the next would seem
+        to the others to be another way."""
+        since, position = self._since, (self.shared, self._kind, list(self._passes))
+        return (since if self._since == since else None), position
 
     def _warn(self, text: str) -> None:
         kind = text[:20]
