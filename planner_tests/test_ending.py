@@ -219,7 +219,9 @@ def test_a_request_that_comes_just_before_ranks_start_reaches_them(monkeypatch):
         heard: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
         take_sigterm()
-        time.sleep(0.5)
+        until = time.monotonic() + 60
+        while not heard and time.monotonic() < until:
+            time.sleep(0.01)
         return bool(heard)
 
     monkeypatch.setattr(signals, "missed", True)
