@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import nouns
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import asa
 from asa.errors import UsageError
-
-CLUSTER = "profiles/cluster.local-gloo-2.json"
 
 
 def _program() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -23,7 +22,7 @@ def _program() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 
 
 def _planned(**wishes: Any) -> asa.Plan:
-    return asa.plan(_program()[0], torch.randn(4, 8), gpus=2, cluster=CLUSTER, time_limit_s=0.5, **wishes)
+    return asa.plan(nouns.profile(), gpus=2, cluster=nouns.cluster(), **wishes)
 
 
 @pytest.mark.parametrize("wish", ["fsdp", " fsdp,", ["fsdp"], ("fsdp", "fsdp"), {"fsdp"}, iter(["fsdp"])])
@@ -32,8 +31,8 @@ def test_strategies_may_be_a_text_as_on_the_command_line(wish: Any) -> None:
 
 
 def test_pins_may_be_a_text_as_on_the_command_line() -> None:
-    plan = _planned(pins="0=zero3@2, 2=replicate@2")
-    assert [c.data.strategy for c in plan.components if c.name in ("0", "2")] == ["zero3", "replicate"]
+    plan = _planned(pins="stem=zero3@2, head=replicate@2")
+    assert [c.data.strategy for c in plan.components if c.name in ("stem", "head")] == ["zero3", "replicate"]
 
 
 @pytest.mark.parametrize(
