@@ -24,7 +24,7 @@ from planner_tests.hand_plans import hand_plan, uniform
 STEPS, BATCH = 60, 8
 
 
-STEP_S, OWN_S, SLOW_S = 0.010, 0.002, 0.008
+STEP_S, OWN_S, SLOW_S = 0.10, 0.02, 0.08
 
 
 class Clocked:
