@@ -163,5 +163,5 @@ def test_zsh_completes(tmp_path):
         )
     )
     typing = ["zsh", "-f", str(tmp_path / "type.zsh")]
-    done = subprocess.run(typing, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(typing, capture_output=True, text=True, timeout=480, check=True)
     assert done.stdout.split() == ["done"] * len(LINES)

@@ -42,7 +42,7 @@ def test_a_process_ends_without_an_abort_while_others_are_connected(stays, close
     program.write_text(PROGRAM)
     env = {**os.environ, **together(2)}
     ranks = [rank_of(program, rank, str(stays), closes, env=env) for rank in range(2)]
-    codes = [rank.wait(timeout=120) for rank in ranks]
+    codes = [rank.wait() for rank in ranks]
     assert codes == [0, 0], [rank.err.read_text() for rank in ranks]
 
 

@@ -144,7 +144,7 @@ def _stopped_early(folder: Path, *words: str, fault: str, sign: str) -> tuple[in
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=480)
     finally:
         process.kill()
     return process.returncode, output, errors

@@ -37,7 +37,7 @@ ROOFS = ("asa.simulator", "asa.scheduler", "asa.report", "asa.report.pages.bench
 
 def python(code: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=480, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -245,7 +245,7 @@ def test_pages_fit_a_phone_and_a_desk_and_can_be_read(tmp_path: Path, scheme: st
         [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/own",
          f"--blink-settings=preferredColorScheme={preferred}", "--virtual-time-budget=5000",
          (tmp_path / "all.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=480, check=True,
     )  # fmt: skip
     text = re.search(r'<pre id="found">(.*?)</pre>', done.stdout)
     assert text is not None, done.stderr[-2000:]

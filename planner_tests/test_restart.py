@@ -96,11 +96,11 @@ def test_a_rank_saves_when_the_agent_that_started_it_is_gone(tmp_path: Path) -> 
     codec.save(training.plan("logistic"), tmp_path / "plan.json")
     own = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}
     subprocess.run(
-        [sys.executable, "-c", _AGENT, str(COMMAND)], cwd=tmp_path, env=os.environ | together(1) | own, timeout=120,
+        [sys.executable, "-c", _AGENT, str(COMMAND)], cwd=tmp_path, env=os.environ | together(1) | own, timeout=240,
         check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while not (tmp_path / "run" / "result.json").is_file() and time.monotonic() < until:
             time.sleep(0.05)
         result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -76,7 +76,7 @@ def test_commands_refuse_a_name_before_they_import_torch(tmp_path: Path) -> None
         "print([m for m in ('torch', 'torchvision') if m in sys.modules])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=480, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
