@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -273,6 +274,24 @@ def test_a_child_that_gets_hardly_any_time_of_a_core_does_not_hang(monkeypatch: 
     assert forking._child(lambda: time.sleep(600)) is None
     monkeypatch.setattr(forking, "_MOST_WORK_S", 0.2)
     assert forking._child(lambda: compute(600)) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "state"), [(lambda: os._exit(0), "Z"), (lambda: signal.raise_signal(signal.SIGSTOP), "T")]
+)
+def test_a_child_that_has_ended_or_was_stopped_does_not_sleep(ends: Callable[[], object], state: str) -> None:
+    """A look at it that a busy machine has come late counts as much as many others."""
+    with forking.fork_beside_threads():
+        pid = os.fork()
+    if pid == 0:
+        ends()
+        os._exit(1)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.001)
+    rests, _ = forking._use_of_cores(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not rests
 
 
 def _supervisor(mode: str, out: int) -> None:

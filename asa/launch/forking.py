@@ -113,11 +113,11 @@ def _child(compute: Callable[[], object]) -> int | None:
 
 
 def _use_of_cores(pid: int) -> tuple[bool, float]:
-    """Whether no thread of process ``pid`` computes or waits for a core or a disk, and the seconds that all of them
-    have computed. Where the system does not tell, it rests."""
+    """Whether all threads of process ``pid`` sleep (none computes, waits for a core or a disk, was stopped or has
+    ended), and the seconds that all of them have computed. Where the system does not tell, they sleep."""
     try:
         threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:
         return True, 0.0
     ticks = sum(int(thread[11]) + int(thread[12]) for thread in threads)
-    return not any(thread[0] in "RD" for thread in threads), ticks / os.sysconf("SC_CLK_TCK")
+    return not any(thread[0] in "RDTZ" for thread in threads), ticks / os.sysconf("SC_CLK_TCK")
