@@ -14,7 +14,7 @@ from planner_tests.small_models import INPUT, build
 def test_plan_of_a_module() -> None:
     model = build("plain")
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    made = asa.plan(model, torch.zeros((2, *INPUT)), gpus=2, cluster=cluster(), global_batch=4, time_limit_s=2)
+    made = asa.plan(model, torch.zeros((2, *INPUT)), gpus=2, cluster=cluster(), global_batch=4, time_limit_s=0.3)
     assert made.num_classes == 100
     assert made.global_batch == 4
     assert {b.name for b in made.baselines} >= {"single", "ddp", "tensor", "fsdp"}
