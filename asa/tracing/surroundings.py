@@ -21,7 +21,7 @@ _DEPTH = 3
 """How far objects in objects are looked into."""
 _ELEMENTS = 1 << 20
 """Largest number of elements of a tensor or array whose values are kept."""
-_ENTRIES = 64
+ENTRIES = 64
 """Largest number of entries of a container that are looked into."""
 _RECORDS = ("types", "argparse", "dataclasses", "collections")
 """Modules of the standard library whose objects are records of numbers."""
@@ -29,7 +29,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @cache
-def _foreign(module: str) -> bool:
+def foreign(module: str) -> bool:
     """Whether a module is not of the program: of the standard library, of ``asa``, or installed."""
     top = module.partition(".")[0]
     if top in ("asa", "torch") or (top in sys.stdlib_module_names and top != "__main__"):
@@ -39,10 +39,16 @@ def _foreign(module: str) -> bool:
 
 
 @cache
-def _names(code: CodeType) -> frozenset[str]:
+def names_in(code: CodeType) -> frozenset[str]:
     """Names that ``code`` and the functions in it look up."""
-    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    inner = (names_in(c) for c in code.co_consts if isinstance(c, CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+def is_record(value: Any) -> bool:
+    """Whether ``value`` is an object of the program's own, or of numbers by name."""
+    module = type(value).__module__
+    return hasattr(value, "__dict__") and (module.partition(".")[0] in _RECORDS or not foreign(module))
 
 
 class Surroundings:
@@ -98,7 +104,7 @@ class Surroundings:
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if _foreign(base.__module__) or base is object or not self._new(base):
+            if foreign(base.__module__) or base is object or not self._new(base):
                 continue
             for key, value in list(vars(base).items()):
                 value = getattr(value, "__func__", getattr(value, "fget", value))
@@ -114,12 +120,12 @@ class Surroundings:
         while isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
             self._cells(function)
             function = inner
-        if _foreign(function.__module__ or "") or not self._new(function):
+        if foreign(function.__module__ or "") or not self._new(function):
             return
         self._cells(function)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(function.__name__, default, _DEPTH)
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         for name in names & function.__globals__.keys():
             self._global(function.__globals__, name, names)
 
@@ -144,7 +150,7 @@ class Surroundings:
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, ModuleType):
-            if not _foreign(value.__name__) and self._new(value):
+            if not foreign(value.__name__) and self._new(value):
                 for inner in names & vars(value).keys():
                     if not isinstance(vars(value)[inner], ModuleType):
                         self._global(vars(value), inner, names)
@@ -164,29 +170,24 @@ class Surroundings:
             before = list(value)
             self._holders.append((name, partial(list, value), before))
             self._keep(name, lambda: _alike(list(value), before), lambda: (value.clear(), value.extend(before)))
-            entries = ((name, v) for v in before[:_ENTRIES])
+            entries = ((name, v) for v in before[:ENTRIES])
         elif isinstance(value, set):
             members = set(value)
             self._keep(name, lambda: value == members, lambda: value.symmetric_difference_update(value ^ members))
         elif isinstance(value, tuple):
-            entries = ((name, v) for v in value[:_ENTRIES])
-        elif isinstance(value, dict) or self._is_record(value):
+            entries = ((name, v) for v in value[:ENTRIES])
+        elif isinstance(value, dict) or is_record(value):
             held = value if isinstance(value, dict) else vars(value)
             items = dict(held)
             self._holders.append((name, held.values, list(items.values())))
             both = [*items, *items.values()]
             self._keep(name, lambda: _alike([*held, *held.values()], both), lambda: (held.clear(), held.update(items)))
-            entries = ((f"{name}.{k}", v) for k, v in list(items.items())[:_ENTRIES])
+            entries = ((f"{name}.{k}", v) for k, v in list(items.items())[:ENTRIES])
             if held is not value:
                 self._class(type(value))
         if depth > 1:
             for inner, entry in entries:
                 self._value(inner, entry, depth - 1)
-
-    @staticmethod
-    def _is_record(value: Any) -> bool:
-        module = type(value).__module__
-        return hasattr(value, "__dict__") and (module.partition(".")[0] in _RECORDS or not _foreign(module))
 
     def _state(self, name: str, value: Any) -> None:
         """Keep the values of a tensor or an array, or the state of a generator."""
@@ -222,33 +223,6 @@ def surroundings_preserved(*subjects: Any) -> Iterator[None]:
         yield
     finally:
         around.put_back()
-
-
-def numbers_read(module: nn.Module) -> dict[str, Any]:
-    """Numbers and texts outside of ``module`` that its ``forward`` names, by where they are: global, of records,
-    dictionaries and modules that are global, and of its class."""
-    function = type(module).forward
-    if not isinstance(function, FunctionType) or _foreign(function.__module__ or ""):
-        return {}
-    names, found = _names(function.__code__), dict[str, Any]()
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if isinstance(value, dict):
-            inner = value if len(value) <= _ENTRIES else {}
-        elif isinstance(value, type | FunctionType):
-            continue
-        else:
-            known = isinstance(value, ModuleType) and _foreign(value.__name__)
-            inner = {} if known or isinstance(value, Tensor) else getattr(value, "__dict__", None) or {}
-            inner = {k: v for k, v in inner.items() if k in names}
-        found |= {f"{name}.{k}": v for k, v in inner.items() if isinstance(v, _SCALARS)}
-        if isinstance(value, _SCALARS):
-            found[name] = value
-    for base in type(module).__mro__:
-        if not _foreign(base.__module__) and base is not object:
-            own = {k: v for k, v in vars(base).items() if k in names and k not in vars(module)}
-            found |= {f"{base.__name__}.{k}": v for k, v in own.items() if isinstance(v, _SCALARS)}
-    return found
 
 
 def _is_plain(tensor: Tensor) -> bool:

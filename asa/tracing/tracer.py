@@ -19,6 +19,7 @@ from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.utils import _pytree as pytree
 
 from asa.tracing.factories import recorded_factories
+from asa.tracing.listed import ListedTensorsRefused
 from asa.tracing.packed import packing_looked_up
 from asa.tracing.preserve import attributes, changed_attributes, mode, restore_attributes
 from asa.tracing.program import CONSTANT, Origin, Program, opened
@@ -257,7 +258,8 @@ def trace_mode(
     tracer = ModelTracer(examples, except_one)
     before, around = attributes(model), Surroundings([model])
     try:
-        with mode(model, training), recorded_factories(tracer), packing_looked_up(tracer.value_pair):
+        listed = ListedTensorsRefused(model, lambda: tracer._oracle.running)
+        with mode(model, training), recorded_factories(tracer), packing_looked_up(tracer.value_pair), listed:
             graph = tracer.trace(model)
             contrary = frozenset(p for p, m in model.named_modules() if p and m.training != training)
         named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}

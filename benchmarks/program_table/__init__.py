@@ -96,6 +96,7 @@ def table() -> dict[str, Program]:
         adversary,
         batches,
         copies,
+        everyday,
         frameworks,
         fresh,
         further,

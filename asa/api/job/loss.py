@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from asa.api.losses.bends import sides_of
 from asa.api.losses.tape import MOST_BYTES
 from asa.api.losses.terms import denominator_of_sum
 from asa.api.losses.trial import tolerance
@@ -35,7 +36,9 @@ class JobLoss:
             raise UsageError(f"weight is {weight!r}: a function of the labels, or 'sum'")
         self._loss_fn, self._weight, self._context, self._votes = loss_fn, weight, context, context.votes
         self._counting: bool | None = None if weight is None else True
-        self.tried = self._warned = self._reported = False
+        self.tried = self._warned = self._reported = self._bent = False
+        self._sides: set[tuple[int, ...]] = set()
+        """On which sides of its bends the loss was when it was compared."""
         self._epochs = self._steps = 0
         self._sum = 0.0
         self._recorded: list[tuple[Any, Any]] = []
@@ -53,6 +56,7 @@ class JobLoss:
         loss = self._loss_fn(output, labels)
         if not self.tried:
             self._recorded.append(pytree.tree_map(_detached, (output, labels)))
+        self._look_at_bends(loss, output)
         if self._weight == "sum":
             return loss / max(1, self.rows)
         denominator = self._denominator(loss, labels)
@@ -71,6 +75,23 @@ class JobLoss:
         if not denominator:  # a mean over no samples is 0/0 and does not contribute to the batch
             return torch.nan_to_num(loss) * 0.0
         return loss if denominator == self.rows else loss * (denominator / max(1, self.rows))
+
+    def _look_at_bends(self, loss: Tensor, output: Any) -> None:
+        """Warn once if the loss bends a mean on another side than where it was compared."""
+        if self._bent or not loss.requires_grad:
+            return
+        sides = sides_of(loss, tensors_of(output))
+        if not self.tried:
+            self._sides.add(sides)
+        elif sides not in self._sides:
+            self._bent = True
+            warnings.warn(
+                "the loss bends a mean (its absolute value, a clamp, the larger of two), and is now on another side of "
+                "the bend than in the steps in which it was compared: microbatches and ranks bend means of their own "
+                "samples, and one device that of all; bend each sample's loss, or use a plan of one rank and one "
+                "microbatch",
+                stacklevel=5,
+            )
 
     def _denominator(self, loss: Tensor, labels: Any) -> float | None:
         """What a mean ``loss`` was divided by; None for its number of samples."""

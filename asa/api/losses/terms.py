@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from asa.api.losses.bends import bends, sides
 from asa.api.losses.tape import Watched
 from asa.api.losses.trial import Trial
 from asa.api.messages import say
@@ -170,6 +171,8 @@ class LossGraph(NamedTuple):
     """A number for the form of the graph."""
     leaves: list[tuple[Any, int]]
     """Where leaves enter beside the outputs: a node, and which of its inputs."""
+    sides: tuple[int, ...]
+    """On which sides of bends numbers of the batch are."""
     gathered: list[Any]
     """Nodes at which sharded tensors were made whole (``full_tensor()``) beside the outputs."""
 
@@ -185,6 +188,7 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
     related: dict[Any, list[Any]] = {}
     leaves: list[tuple[Any, int]] = []
     gathered: list[Any] = []
+    bending: list[Any] = []
     while pending and (len(visited) < _MOST_NODES or model is None):
         node, call = pending.popleft()
         if node is None or node in visited:
@@ -197,6 +201,8 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
             if not marked[1]:
                 continue
         names.append(node.name())
+        if bends(names[-1]):
+            bending.append(node)
         if is_mean_cross_entropy(node):
             terms.append(node)
             node.metadata[_OF_CALL] = call
@@ -216,7 +222,8 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
             term.metadata[_OF_CALL] = next(iter(found)) if len(found) == 1 else None
     if model is not None and len(calls) == 1:  # the model may have been called for something else since
         model.__dict__.update(zip(("mean_weight", "mean_rows"), *calls, strict=True))
-    return LossGraph(model, terms, hash(tuple(n for n in names if n != _FOLLOWED)), leaves, gathered)
+    on = sides(bending, lambda node: _below([node], stop_at_outputs=True)) if bending else ()
+    return LossGraph(model, terms, hash((tuple(n for n in names if n != _FOLLOWED), on)), leaves, on, gathered)
 
 
 def _is_whole(spec: Any) -> bool:
@@ -425,7 +432,7 @@ def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
                     "others to False, or plan with strategies=('ddp',)"
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            called, nodes, graph, leaves, gathered = search_graph(roots)
+            called, nodes, graph, leaves, on, gathered = search_graph(roots)
         if called is None or called.terms is None:
             if called is None and any(isinstance(r, Watched) for r in roots):
                 _check_no_layers(roots)
@@ -447,7 +454,9 @@ def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
                     if handed is not None or roots[0].dim():
                         problem = "gradients are handed to backward"
                     called.trial.note(graph)
-                    called.trial.around(roots[0], lambda: original(tensors, *args, **options), problem)
+                    if called.in_step is not None and called.mean_weight:
+                        called.in_step.bent = hash((called.in_step.bent, on)) if on else called.in_step.bent
+                    called.trial.around(roots[0], lambda: original(tensors, *args, **options), problem, on)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise UsageError(

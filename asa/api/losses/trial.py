@@ -43,7 +43,7 @@ class Trial:
         self._model, self._ranks = ref(model), model.rank_context.ranks
         self._remaining = _WINDOW
         self._occurrences: Counter[tuple[float, ...]] = Counter()
-        self._sized: set[tuple[tuple[float, ...], tuple[float, ...]]] = set()
+        self._sized: set[tuple[tuple[float, ...], tuple[Any, ...]]] = set()
         self._reported_forms: set[tuple[float, ...]] = set()
         self._sizes: set[int] = set()
         self._total = 0
@@ -151,9 +151,11 @@ class Trial:
             self._tape.problem = self._tape.problem or "the model is called with other samples than those of a batch"
         return output if self._tape.problem else self._tape.follow(output)
 
-    def around(self, loss: Tensor, backward: Callable[[], None], problem: str = "") -> None:
+    def around(
+        self, loss: Tensor, backward: Callable[[], None], problem: str = "", sides: tuple[int, ...] = ()
+    ) -> None:
         """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``problem`` says why it
-        cannot be compared."""
+        cannot be compared; ``sides``, on which sides of its bends numbers of the batch are."""
         model = self._model()
         if model is None or not self.watching:
             if self._remaining > 0 and self._unfinished >= _MOST_UNFINISHED:
@@ -176,14 +178,15 @@ class Trial:
         form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
         at = -1.0 if model.share is None else float(model.share.first)
-        every = model.rank_context.votes.gather([number, model.mean_weight, at, float(model.mean_rows)])
+        side = float(zlib.crc32(repr(sides).encode()))
+        every = model.rank_context.votes.gather([number, model.mean_weight, at, float(model.mean_rows), side])
         if len({f[2] for f in every}) > 1:
             raise UsageError(
                 f"ranks compute gradients of different batches (from sample {', '.join(f'{f[2]:.0f}' for f in every)} "
                 f"on): {REMEDY}"
             )
         forms = tuple(f[0] for f in every)
-        sized = forms, tuple(f[3] for f in every)
+        sized = forms, tuple(tuple(f[3:]) for f in every)
         repeated = self._occurrences[forms] >= _TIMES
         new = (
             (not repeated or sized not in self._sized)

@@ -20,7 +20,7 @@ from asa.api.tensors.parameter_tools import view_of_whole
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
-from asa.tracing.surroundings import numbers_read
+from asa.tracing.reads import numbers_read
 from asa.tracing.whole import WholeModel, tensors_of
 
 _NUMBERS = int | float | complex | str | None
@@ -272,17 +272,9 @@ def _reads_its_mode(module: nn.Module) -> bool:
 
 
 def watched_attributes(module: nn.Module) -> dict[str, Any]:
-    """:func:`plain_attributes`, and numbers and texts in dictionaries and records that ``forward`` names
-    (``self.config.rate``); behind a blank, those outside of the module that ``forward`` names."""
-    named = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
-    found = plain_attributes(module)
-    for key in (n for n in vars(module) if n in named and n[0] != "_"):
-        held = vars(module)[key]
-        record = not isinstance(held, dict | nn.Module | Tensor | type)
-        inner = (getattr(held, "__dict__", None) or {}) if record else held
-        if isinstance(inner, dict):
-            found |= {f"{key}.{n}": v for n, v in inner.items() if isinstance(v, _NUMBERS)}
-    return found | {f" {name}": value for name, value in numbers_read(module).items()}
+    """:func:`plain_attributes`, and what ``forward`` and the functions that it calls read of containers, records and
+    things outside of the module, which begin with a blank."""
+    return plain_attributes(module) | numbers_read(module)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,9 @@ _ALIKE = {
     "one of all ranks, asa.reduce(x)",
     "written": "gradients that the loop wrote differ between ranks: they were made of numbers of a rank's own samples "
     "(its loss, its outputs), and one device has one of all; make them of asa.reduce(x)",
+    "bent": "the loss bends a mean of a rank's own samples (its absolute value, a clamp, the larger of two), and ranks "
+    "are on different sides of the bend: one device bends the mean of all samples; compute the loss of "
+    "asa.gather(outputs) and asa.gather(labels)",
     "others": "parameters of an optimizer that was not handed to asa.parallelize are no longer the same on all ranks: "
     "each updates its own by its samples; hand the module and its optimizer to a call of asa.parallelize of their own",
 }
@@ -96,6 +99,7 @@ class _Figures(NamedTuple):
     parts: float
     single: float
     written: float
+    bent: float
 
 
 class InStep:
@@ -122,6 +126,8 @@ class InStep:
         self.single = self.singly = False
         """Whether the loop called the model once for each sample of this rank in the last batch; whether it does on any
         rank (equal on all). Ranks then need equal numbers of samples."""
+        self.bent = 0
+        """A number for the sides of bends on which losses were since the last batch; 0 without bends."""
         self._trusted = 0
         self._graded: list[tuple[nn.Parameter, Callable[[], Tensor | None], int]] = []
         self._written: list[Tensor] = []
@@ -256,10 +262,11 @@ class InStep:
             shared=self.shared, updates=self.updates, settings=number_of(settings), rate=(rates[:1] or [0.0])[0],
             weights=weights, asks=asks, derived=self.derived, edge=edge, others=_size_of(self._others),
             parts=operands.figure(), single=self.single, written=sum(each.item() for each in self._written),
+            bent=float(self.bent % (1 << 30)),
         )  # fmt: skip
         wire = torch.tensor(figures, dtype=torch.float64)
         self._written.clear()
-        self.derived = False
+        self.derived, self.bent = False, 0
         requested = self._check_pending()
         by_rank = [torch.empty_like(wire) for _ in range(self.ranks)]
         self._pending = dist.all_gather(by_rank, wire, group=self._group, async_op=True), by_rank
@@ -298,7 +305,7 @@ class InStep:
             )
         for name, text in _ALIKE.items():
             values = [getattr(f, name) for f in every]
-            scale = 1.0 if name == "parts" else max(values)
+            scale = 1.0 if name in ("parts", "bent") else max(values)
             if max(values) - min(values) > 1e-6 * scale:
                 self._warn(text)
         self.singly = self.singly or any(f.single for f in every)

@@ -1,0 +1,105 @@
+"""Where a loss bends a number of a whole batch: a mean whose absolute value is taken, that is clamped, or of which the
+larger of two is taken. On one side of the bend, such a loss is a mean over samples; ranks may be on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 4
+"""Largest number of bends that are looked at: a loss that is put together sample by sample has more."""
+_MOST_BELOW = 64
+"""Largest number of autograd's nodes below a bend that are searched for a single sample."""
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError("a bend of many numbers")
+        return float(value.detach())
+    return float(value)
+
+
+def _place(value: float, least: Any, most: Any) -> int:
+    return int(most is not None and value > _number(most)) - int(least is not None and value < _number(least))
+
+
+def _largest(node: Any) -> int:
+    if node.next_functions[0][0].name() not in ("StackBackward0", "CatBackward0"):
+        raise ValueError("elements of a tensor")
+    return int((node._saved_self == node._saved_result).flatten().int().argmax())
+
+
+_SIDES: dict[str, Callable[[Any], int]] = {
+    "AbsBackward0": lambda n: int(_number(n._saved_self) > 0),
+    "ReluBackward0": lambda n: int(_number(n._saved_result) > 0),
+    "ClampBackward0": lambda n: _place(_number(n._saved_self), n._saved_min, n._saved_max),
+    "ClampBackward1": lambda n: _place(_number(n._saved_self), n._saved_min, n._saved_max),
+    "ClampMinBackward0": lambda n: _place(_number(n._saved_self), n._saved_min, None),
+    "ClampMinBackward1": lambda n: _place(_number(n._saved_self), n._saved_min, None),
+    "ClampMaxBackward0": lambda n: _place(_number(n._saved_self), None, n._saved_max),
+    "ClampMaxBackward1": lambda n: _place(_number(n._saved_self), None, n._saved_max),
+    "MaximumBackward0": lambda n: int(_number(n._saved_self) > _number(n._saved_other)),
+    "MinimumBackward0": lambda n: int(_number(n._saved_self) > _number(n._saved_other)),
+    "WhereBackward0": lambda n: int(_number(n._saved_condition)),
+    "LeakyReluBackward0": lambda n: int(_number(n._saved_self) > 0),
+    "ThresholdBackward0": lambda n: int(_number(n._saved_self) > _number(n._saved_threshold)),
+    "HardtanhBackward0": lambda n: _place(_number(n._saved_self), n._saved_min_val, n._saved_max_val),
+    "HuberLossBackward0": lambda n: _place(
+        _number(n._saved_self) - _number(n._saved_target), -n._saved_delta, n._saved_delta
+    ),
+    "SmoothL1LossBackward0": lambda n: _place(
+        _number(n._saved_self) - _number(n._saved_target), -n._saved_beta, n._saved_beta
+    ),
+    "MaxBackward1": _largest,
+    "MinBackward1": _largest,
+}
+"""By the name of autograd's node, on which side of its bend the number is."""
+
+
+def bends(name: str) -> bool:
+    """Whether autograd's node of this ``name`` may bend a number."""
+    return name in _SIDES
+
+
+def sides(nodes: Iterable[Any], below: Callable[[Any], Iterable[Any]]) -> tuple[int, ...]:
+    """On which sides of bends a loss is, of those of its ``nodes`` that bend one number of the batch; empty if there
+    are none, or too many. ``below``: the nodes below one, up to outputs of the model."""
+    found = []
+    for node in nodes:
+        try:
+            side = _SIDES[node.name()](node)
+        except (ValueError, AttributeError, RuntimeError):  # many numbers, or changed in place
+            continue
+        if not _of_one_sample(node, below):
+            found.append(side)
+    return tuple(found) if len(found) <= _MOST else ()
+
+
+def sides_of(loss: Tensor, outputs: Iterable[Tensor]) -> tuple[int, ...]:
+    """:func:`sides` of a ``loss`` of ``outputs``."""
+    ends = {o.grad_fn for o in outputs}
+
+    def below(node: Any) -> Iterable[Any]:
+        pending, visited = [node], set(ends)
+        while pending and len(visited) < 32 * _MOST_BELOW:
+            if (one := pending.pop()) is not None and one not in visited:
+                visited.add(one)
+                yield one
+                pending += [following for following, _ in one.next_functions]
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return sides((n for n in below(loss.grad_fn) if bends(n.name())), below)
+
+
+def _of_one_sample(node: Any, below: Callable[[Any], Iterable[Any]]) -> bool:
+    for count, one in enumerate(below(node)):
+        name = one.name()
+        if name == "UnbindBackward0" or (name == "SelectBackward0" and one._saved_dim == 0):
+            return True
+        if count > _MOST_BELOW:
+            break
+    return False
