@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from benchmarks.program_table import Made, epochs, loader, made, normal, pairs, program, sgd
 from benchmarks.program_table.common import CE, Named, classified, small_net
@@ -447,3 +450,387 @@ class Summed(Named):
 
 
 usual("a square of the sum of its weights is an output", lambda: classified(Summed), _penalised)
+
+# public training scripts
+
+
+class DistMuonLike(torch.optim.Optimizer):
+    """Shares out parameters over processes itself where there are some: gradients are averaged, each process updates
+    its own, and weights are broadcast."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        spread = dist.is_initialized() and dist.get_world_size() > 1
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                if spread:
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+                if not spread or i % dist.get_world_size() == dist.get_rank():
+                    held = self.state[p].setdefault("m", torch.zeros_like(p))
+                    held.lerp_(p.grad, 1 - group["momentum"])
+                    p.add_(held / (held.norm() + 1e-8), alpha=-group["lr"])
+                if spread:
+                    dist.broadcast(p.data, i % dist.get_world_size())
+
+
+def _shared_out() -> Made:
+    net, _, batches = classified()
+    return net, DistMuonLike(net.parameters(), 0.02), batches
+
+
+add("an optimizer that shares out parameters by process", epochs(pairs(CE)), _shared_out)
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.box = nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.box(F.relu(self.body(x))).view(len(x), 3, 4)  # type: ignore[no-any-return]
+
+
+def _criterion(out: Tensor, boxes: Tensor, valid: Tensor) -> Tensor:
+    """Divides by the mean number of boxes of a process, as DETR does."""
+    count = valid.sum().to(out.dtype)
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(count)
+        ranks = dist.get_world_size()
+    count = torch.clamp(count / ranks, min=1)
+    return (F.l1_loss(out, boxes, reduction="none").sum(2) * valid).sum() / count
+
+
+def _detr(net: Any, opt: Any, batches: Any) -> None:
+    for _ in range(2):
+        for x, boxes, valid in batches:
+            opt.zero_grad()
+            _criterion(net(x), boxes, valid).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            opt.step()
+
+
+for _name, _count in (("", 21), (", even", 24)):
+    add(f"boxes divided by their number over processes{_name}", _detr,
+        lambda n=_count: made(Boxes(), normal(n, 8), normal(n, 3, 4), (torch.rand(n, 3) > 0.4).double()))  # fmt: skip
+
+
+def _zeroth(net: Any, _opt: Any, batches: Any) -> None:
+    """Two losses at weights moved along one direction, and no backward."""
+    for step, (x, y) in enumerate(batches):
+        losses = []
+        for sign in (1, -2, 1):
+            g = torch.Generator().manual_seed(step)
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.add_(torch.randn(p.shape, generator=g, dtype=p.dtype), alpha=sign * 1e-3)
+                losses.append(CE(net(x), y))
+        slope = (losses[0] - losses[1]) / 2e-3
+        g = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(0.01 * slope * torch.randn(p.shape, generator=g, dtype=p.dtype))
+
+
+add("moved along a direction by two losses (MeZO)", _zeroth)
+
+
+class LowRank(nn.Module):
+    """A frozen layer with an adapter, by its direction and size (DoRA)."""
+
+    def __init__(self, sized: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 16)
+        self.base.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, 8) / 3), nn.Parameter(torch.zeros(16, 2))
+        self.size = nn.Parameter(self.base.weight.norm(dim=1).clone()) if sized else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.base.weight + self.b @ self.a
+        if self.size is not None:
+            w = w * (self.size / w.norm(dim=1).detach())[:, None]
+        return F.linear(x, w, self.base.bias)
+
+
+def _adapted(sized: bool) -> Any:
+    return lambda: classified(lambda: nn.Sequential(LowRank(sized), nn.GELU(), nn.Linear(16, 3)))
+
+
+usual("adapters with a size (DoRA)", _adapted(True))
+
+
+def _merged(net: Any, opt: Any, batches: Any) -> None:
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            CE(net(x), y).backward()
+            opt.step()
+        with torch.no_grad():
+            layer = net[0]
+            layer.base.weight += layer.b @ layer.a
+            layer.b.zero_()
+            opt.state[layer.b]["momentum_buffer"].mul_(0.1)
+
+
+add("adapters merged behind each epoch (ReLoRA)", _merged, _adapted(False))
+
+
+class Quantised(nn.Module):
+    """Eight-bit weights in a buffer, and a trained bias and scale."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        w = torch.randn(outer, inner)
+        self.register_buffer("codes", (w / w.abs().max() * 127).round().to(torch.int8))
+        self.scale, self.bias = nn.Parameter(torch.full((outer, 1), 0.02)), nn.Parameter(torch.zeros(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes.to(x.dtype) * self.scale, self.bias)
+
+
+usual("eight-bit weights in a buffer",
+      lambda: classified(lambda: nn.Sequential(Quantised(8, 16), nn.GELU(), nn.Linear(16, 3))))  # fmt: skip
+
+
+class Scaled2(nn.Linear):
+    """Does more than forward in ``__call__``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * 2  # type: ignore[no-any-return]
+
+
+usual("a layer that overrides __call__",
+      lambda: classified(lambda: nn.Sequential(Scaled2(8, 16), nn.GELU(), nn.Linear(16, 3))))  # fmt: skip
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Scripted(Named):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.act: Any = torch.jit.script(_gelu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.second(self.act(self.first(x)))))  # type: ignore[no-any-return]
+
+
+usual("a scripted activation", lambda: classified(Scripted))
+
+
+class Conditional(Named):
+    """Chooses between two layers by an operator of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.first(x))
+        return self.head(torch.where(h.sum(1, keepdim=True) > 3, self.second(h), h))  # type: ignore[no-any-return]
+
+
+usual("a layer chosen by sample", lambda: classified(Conditional))
+
+
+def _whole_step(net: Any, opt: Any, batches: Any) -> None:
+    @torch.compile(backend="eager")
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        return CE(out, y, label_smoothing=0.1) + 1e-3 * out.square().mean()
+
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            loss_of(net(x), y).backward()
+            opt.step()
+
+
+add("a loss that is compiled", _whole_step)
+
+
+class Sized(Dataset[Any]):
+    """Samples asked for by number and length."""
+
+    def __init__(self) -> None:
+        self.x, self.y = normal(24, 12), torch.randint(3, (24,))
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        return self.x[key[0], : key[1]].view(-1, 2).mean(0).repeat(4), self.y[key[0]]
+
+    def __len__(self) -> int:
+        return 24
+
+
+class BySize(Sampler[list[tuple[int, int]]]):
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:  # type: ignore[override]
+        for i in range(4):
+            yield [(j, 6 + 2 * (i % 3)) for j in range(6 * i, 6 * i + 6)]
+
+    def __len__(self) -> int:
+        return 4
+
+
+def _by_size() -> Made:
+    net = small_net().double()
+    return net, sgd(net), DataLoader(Sized(), batch_sampler=BySize())
+
+
+add("samples asked for by number and length", epochs(pairs(CE)), _by_size)
+
+
+def _strict(net: Any, opt: Any, batches: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epochs(pairs(_flood))(net, opt, batches)
+
+
+add("warnings are errors", _strict, _long)
+
+
+def _video(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
+    """Clips of a video are averaged in evaluation, over all processes."""
+    kept: dict[str, Tensor] = {}
+    for _ in range(2):
+        net.train()
+        for x, y, _n in batches:
+            opt.zero_grad()
+            CE(net(x), y).backward()
+            opt.step()
+        net.eval()
+        sums = torch.zeros(8, 3, dtype=torch.float64)
+        with torch.inference_mode():
+            for x, _y, n in batches:
+                sums.index_add_(0, n, net(x).softmax(1))
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        kept["sums"] = sums
+    return kept
+
+
+add("answers added up by video over processes", _video,
+    lambda: made(small_net(), normal(24, 8), torch.randint(3, (24,)), torch.arange(24) % 8))  # fmt: skip
+
+
+def _noise_scale(net: Any, opt: Any, batches: Any) -> None:
+    """Gradients of a half and of all samples; the rate follows their noise."""
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            CE(net(x[:2]), y[:2]).backward()
+            small = sum(p.grad.square().sum() for p in net.parameters())
+            opt.zero_grad()
+            CE(net(x), y).backward()
+            large = sum(p.grad.square().sum() for p in net.parameters())
+            opt.param_groups[0]["lr"] = float(0.05 / (1 + 0.1 * (small / large)))
+            opt.step()
+
+
+add("a rate by gradients of a part and of all", _noise_scale, lambda: classified(count=24, batch=8))
+
+
+def _watched(net: Any, opt: Any, batches: Any) -> None:
+    """Norms of gradients as they are ready, by a hook over several tensors."""
+    seen: list[float] = []
+    for x, y in batches:
+        opt.zero_grad()
+        out = net(x)
+        handle = torch.autograd.graph.register_multi_grad_hook((out,), lambda gs: seen.append(float(gs[0].norm())))
+        CE(out, y).backward()
+        handle.remove()
+        opt.step()
+
+
+add("norms of gradients by a hook over several tensors", _watched)
+
+
+class MaskedLatents(nn.Module):
+    """Predicts hidden patches from those that are seen (I-JEPA); rows by mask, then by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.predict = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, seen: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.embed(x))
+
+        def taken(at: Tensor, of: Tensor) -> Tensor:
+            return torch.cat([of.gather(1, at[:, m, :, None].expand(-1, -1, 8)) for m in range(at.shape[1])])
+
+        context = self.mix(taken(seen, h).mean(1, keepdim=True))
+        with torch.no_grad():
+            target = F.layer_norm(taken(hidden, h), (8,))
+        return self.predict(context).expand_as(target), target
+
+
+def _hidden_patches() -> Made:
+    seen = torch.stack([torch.stack([torch.randperm(6)[:3] for _ in range(2)]) for _ in range(21)])
+    hidden = torch.stack([torch.stack([torch.randperm(6)[:2] for _ in range(2)]) for _ in range(21)])
+    return made(MaskedLatents(), normal(21, 6, 4), seen, hidden)
+
+
+add("hidden patches predicted, rows by mask (I-JEPA)",
+    epochs(lambda net, batch: F.smooth_l1_loss(*net(*batch))), _hidden_patches)  # fmt: skip
+
+
+def _jsd(net: Any, opt: Any, batches: Any) -> None:
+    """Three views in one call; the divergence of their answers (AugMix)."""
+    for _ in range(2):
+        for x, y in batches:
+            views = torch.cat([x, x * 0.9, x + 0.1])
+            out = net(views)
+            clean, one, two = (o.softmax(1) for o in out.split(len(x)))
+            mean = ((clean + one + two) / 3).clamp(1e-7, 1).log()
+            loss = CE(out[: len(x)], y) + 4 * sum(F.kl_div(mean, p, reduction="batchmean") for p in (clean, one, two))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+
+add("the divergence of three views (AugMix)", _jsd)
+
+
+def _grokfast(net: Any, opt: Any, batches: Any) -> None:
+    slow: dict[str, Tensor] = {}
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            CE(net(x), y).backward()
+            for n, p in net.named_parameters():
+                slow[n] = p.grad.clone() if n not in slow else slow[n].mul(0.9).add(p.grad, alpha=0.1)
+                p.grad = p.grad + 2 * slow[n]
+            opt.step()
+
+
+add("slow gradients made stronger (Grokfast)", _grokfast)
+
+
+def _typed(net: Any, opt: Any, batches: Any) -> None:
+    assert isinstance(net, nn.Module)
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert batches.batch_size == 6
+    assert isinstance(batches.dataset, TensorDataset)
+    epochs(pairs(CE))(net, opt, batches)
+
+
+add("types are asked for", _typed)
+
+
+def _constrained(net: Any, opt: Any, batches: Any) -> None:
+    """A penalty where the mean size of the answers goes beyond a limit, with a multiplier."""
+    multiplier = 0.5
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            out = net(x)
+            (CE(out, y) + multiplier * F.relu(out.square().mean() - 0.08)).backward()
+            opt.step()
+        multiplier *= 2
+
+
+add("a limit on a mean with a multiplier", _constrained)

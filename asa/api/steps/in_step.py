@@ -305,6 +305,8 @@ class InStep:
             )
         for name, text in _ALIKE.items():
             values = [getattr(f, name) for f in every]
+            if name == "bent":  # a rank whose samples do not count has none
+                values = [v for v in values if v] or [0.0]
             scale = 1.0 if name in ("parts", "bent") else max(values)
             if max(values) - min(values) > 1e-6 * scale:
                 self._warn(text)
