@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from asa.api.job.loss import JobLoss
 from asa.api.losses.bends import sides_of
+from asa.api.steps.batches import GlobalBatches
+from asa.api.steps.orders import _key
+from asa.executor.model.votes import Votes
 from asa.launch import run_ranks
 from asa.tracing.reads import numbers_read
 from planner_tests.programs import Named, Program, epochs, heard_of, numbers
@@ -197,3 +201,24 @@ def test_a_job_tells_of_a_bend_behind_the_steps_that_it_compared() -> None:
         said.append([str(w.message) for w in heard])
     assert said[:2] == [[], []]
     assert "another side of the bend" in said[2][0]
+
+
+class BySizes:
+    """Samples asked for by number and length."""
+
+    x, y = numbers(24, 12), (numbers(24) > 0).long()
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        assert isinstance(key, tuple)
+        return self.x[key[0], : key[1]].view(-1, 2).mean(0).repeat(4), self.y[key[0]]
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_samples_that_a_sampler_asks_for_by_number_and_length() -> None:
+    keys = [[(j, 6 + 2 * (i % 3)) for j in range(6 * i, 6 * i + 6)] for i in range(4)]
+    loader: Any = DataLoader(BySizes(), batch_sampler=keys)  # type: ignore[arg-type]
+    x, _ = GlobalBatches(loader, Votes(), lambda total: list(range(total))).example()
+    assert torch.equal(x, torch.stack([BySizes()[key][0] for key in keys[0][:2]]))
+    assert _key([[0, 6], 3, "name"]) == ((0, 6), 3, "name")

@@ -687,10 +687,10 @@ add("samples asked for by number and length", epochs(pairs(CE)), _by_size)
 def _strict(net: Any, opt: Any, batches: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        epochs(pairs(_flood))(net, opt, batches)
+        epochs(pairs(CE))(net, opt, batches)
 
 
-add("warnings are errors", _strict, _long)
+add("warnings are errors", _strict)
 
 
 def _video(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:

@@ -323,9 +323,20 @@ class GlobalBatches:
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
-                return _flat(understood(collate([dataset[k] for k in keys])))
+                return _flat(understood(collate([dataset[k] for k in self._known(keys)])))
         batch = _flat(self._first())
         return cloned(rows_of(batch, range(min(samples, samples_in(batch)))))  # a model may change its inputs
+
+    def _known(self, keys: list[Any]) -> list[Any]:
+        """``keys``, or, if the data set has no sample of the first (a sampler gives it numbers and sizes, or names), as
+        many of those that the sampler gives first. Call it where the loader is restored afterwards."""
+        try:
+            self.loader.dataset[keys[0]]
+        except Exception:  # whatever a data set raises
+            with suppress(Exception):
+                first = next(iter(self.loader.batch_sampler))
+                return [first[i % len(first)] for i in range(len(keys))]
+        return keys
 
     def places(self, of: Callable[[Any], Any]) -> frozenset[Place] | None:
         """Where ``of(batch)`` has one row for each sample; None if two batches of other sizes do not tell."""
@@ -345,7 +356,9 @@ class GlobalBatches:
             with restored_afterwards(self.loader):
                 before = generators_now()
                 for samples in (2, 3) if self.custom_collate else (2,):
-                    batch = understood(self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)]))
+                    batch = understood(
+                        self.loader.collate_fn([self.loader.dataset[k] for k in self._known(list(range(samples)))])
+                    )
                     self._draws = self._draws or generators_now() != before
                     self._draws = self._draws or not self._reads_alike()
                     made.append(batch)
@@ -358,7 +371,7 @@ class GlobalBatches:
 
     def _reads_alike(self) -> bool:
         """Whether the first sample is the same when read again."""
-        one, two = (pytree.tree_leaves(self.loader.dataset[0]) for _ in range(2))
+        one, two = (pytree.tree_leaves(self.loader.dataset[k]) for k in self._known([0]) * 2)
         pairs = zip(one, two, strict=True)
         return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape)
 

@@ -91,7 +91,7 @@ class Orders:
                 self._told = self._tellable()
                 if keys is None:
                     return
-                yield keys
+                yield [_key(k) for k in keys]
                 self._compare()
         every = self.votes.once(lambda: list(self._draw(seed)))
         if alike:  # so that the generators stay equal on all ranks
@@ -102,7 +102,7 @@ class Orders:
     def _sent(self, batches: list[list[Any]] | None) -> list[list[Any]]:
         if not self.votes.tell(batches is not None and all(type(k) is int for one in batches for k in one)):
             received: list[list[Any]] = self.votes.tell(batches)  # JSON keeps only some types of keys
-            return received
+            return [[_key(k) for k in one] for one in received]
         sizes = self.votes.tell(None if batches is None else [len(one) for one in batches])
         flat = torch.tensor([k for one in batches or [] for k in one], dtype=torch.int64)
         if batches is None:
@@ -235,3 +235,8 @@ def put_back(state: Iterable[tuple[Any, ...]]) -> None:
     """Undo what was done to what :func:`own_state` returned."""
     for call, *args in state:
         call(*args)
+
+
+def _key(told: Any) -> Any:
+    """A key of the data set as the sampler gave it: JSON makes lists of tuples."""
+    return tuple(map(_key, told)) if isinstance(told, list) else told
