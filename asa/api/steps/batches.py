@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from asa.api.generators import as_on_rank_0, generators_now
 from asa.api.steps.orders import Orders, own_state, put_back, samplers, sharing_by_rank
@@ -330,6 +338,9 @@ class GlobalBatches:
     def _known(self, keys: list[Any]) -> list[Any]:
         """``keys``, or, if the data set has no sample of the first (a sampler gives it numbers and sizes, or names), as
         many of those that the sampler gives first. Call it where the loader is restored afterwards."""
+        usual = type(self.loader.batch_sampler) is BatchSampler
+        if usual and type(self.loader.batch_sampler.sampler) in (SequentialSampler, RandomSampler):
+            return keys
         try:
             self.loader.dataset[keys[0]]
         except Exception:  # whatever a data set raises
