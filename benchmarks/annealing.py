@@ -218,7 +218,7 @@ class Annealing:
             k for k, page in self.strategies.data.items() if not page.refusal(part, data) and (k != "hsdp" or shards)
         ]
         kind = wanted or rng.choice(kinds)
-        if data == 1 or part.tied or not part.parameter_bytes or kind not in kinds:
+        if data == 1 or not part.parameter_bytes or kind not in kinds:
             kind = "replicate"
         able = self.strategies.checkpoint and part.saved_bytes_per_sample > part.output_bytes_per_sample
         offload = self.offloads and part.parameter_bytes > 0

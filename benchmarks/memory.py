@@ -72,11 +72,11 @@ def _drawn(draw: random.Random, c: Component, width: int, before: Assignment | N
     layouts = [(d, t) for d in range(1, width + 1) for t in range(1, width + 1) if width % (d * t) == 0 and t <= split]
     d, t = (width, 1) if c.tied else draw.choice(layouts)
     strategy = draw.choice(("replicate", "zero1", "zero2", "zero3"))
-    if before is not None and not c.tied and draw.random() < 0.5:
+    if before is not None and draw.random() < 0.5:
         same = (before.data.degree, before.tensor.degree)
-        d, t = same if same in layouts else (d, t)
+        d, t = same if same in layouts and not c.tied else (d, t)
         strategy = before.data.strategy
-    if d == 1 or c.tied or not c.parameter_bytes:
+    if d == 1 or not c.parameter_bytes:
         strategy = "replicate"
     return Assignment(
         name=c.name, stage=0, data=DataDegree(strategy=strategy, degree=d),  # type: ignore[arg-type]

@@ -110,11 +110,11 @@ def _assigned(draw: random.Random, c: Component, width: int, stage: int, before:
     if c.tied:
         d, t = width, 1
     strategies = list(offered().data)
-    if before is not None and before.stage == stage and not c.tied and draw.random() < 0.5:
+    if before is not None and before.stage == stage and draw.random() < 0.5:
         same = (before.data.degree, before.tensor.degree)
-        d, t = same if same in choices else (d, t)
+        d, t = same if same in choices and not c.tied else (d, t)
         strategies = [before.data.strategy]
-    if d == 1 or not c.parameter_bytes or c.tied:
+    if d == 1 or not c.parameter_bytes:
         strategies = ["replicate"]
     strategy = draw.choice(strategies)
     shards = None

@@ -35,7 +35,8 @@ class Collective:
 class Share:
     """One rank's computation and memory for a component after tensor parallelism, before data parallelism.
 
-    ``saved_bytes_per_sample``: the rank's activations saved for backward.
+    ``saved_bytes_per_sample``: the rank's activations saved for backward; ``tied``: whether it shares a parameter with
+    other components.
     """
 
     parameter_bytes: float
@@ -44,6 +45,7 @@ class Share:
     buffer_bytes: float
     flops_per_sample: float
     saved_bytes_per_sample: float
+    tied: bool = False
 
 
 @noun

@@ -32,6 +32,7 @@ class Whole(TensorStrategy):
             buffer_bytes=component.buffer_bytes,
             flops_per_sample=component.flops_per_sample,
             saved_bytes_per_sample=component.saved_bytes_per_sample,
+            tied=bool(component.tied),
         )
 
     def traffic(self, component: Component, degree: int, samples: float) -> tuple[Collective, ...]:

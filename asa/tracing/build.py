@@ -210,7 +210,7 @@ def _components(
         components.append(component)
     if tied:
         names = ", ".join(c.name for c in components if c.ties)
-        notes.append(f"{names} share parameters: they stay whole, in one stage")
+        notes.append(f"{names} share parameters: they stay in one stage, and are not split")
     common, said = _shared_buffers(components, {name for pair in runs for run in pair for name in run.written})
     dims = [batch_dims(p, a.shapes, b.shapes) for p, (a, b) in zip(programs, runs, strict=True)]
     return components, notes + said, dims[1] | dims[0], common

@@ -13,6 +13,7 @@ parameters; backward has twice the FLOPs and twice the bytes. Sources: ``asa/dat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from asa.cost.constants import constant
@@ -63,12 +64,13 @@ def estimate(
     most = global_batch if device.type == "cpu" else max(global_batch, _BUSY)
     batches = [2**k for k in range(max(1, most).bit_length())]
     timings, by_tokens = [], []
-    for component in graph.components:
+    for component, early in zip(graph.components, _early_gradients(graph.components), strict=True):
         sequence = component.split.sequence if component.split is not None else None
         fewest = 2 if component.batch_norm and not trained_on_one else 1
         for degree in _degrees(component, max_degree):
             for samples in [n for n in batches if n >= fewest] or [fewest]:
-                timings.append(_timing(component, samples, degree, device, peak, dispatch, launch, activation_scale))
+                timing = _timing(component, samples, degree, device, peak, dispatch, launch, activation_scale)
+                timings.append(replace(timing, transient_bytes=timing.transient_bytes + early))
             if sequence is not None and 1 < degree <= sequence.tokens:
                 cut = _by_tokens(component, sequence, degree)
                 by_tokens += [
@@ -127,6 +129,14 @@ def trained_on_one(profile: Profile) -> bool:
     """Whether every component with BatchNorm was timed with one sample."""
     seen = {t.component for t in profile.timings if t.microbatch == 1}
     return all(c.name in seen for c in profile.graph.components if c.batch_norm)
+
+
+def _early_gradients(components: Sequence[Component]) -> list[int]:
+    """For each component, an upper bound on the bytes that gradients of shared parameters take in its backward beside
+    those of its own parameters: such a gradient begins where the parameter is used last, and ends at its holder."""
+    tied = [i for i, c in enumerate(components) if c.tied]
+    sizes = [(j, components[j].largest_parameter_bytes) for j in tied[:-1]]
+    return [sum(size for j, size in sizes if j <= i <= tied[-1]) for i in range(len(components))]
 
 
 def _degrees(component: Component, most: int) -> list[int]:

@@ -39,7 +39,7 @@ from asa.sharding.collectives.along_axis import all_gather, all_reduce, reduce_s
 from asa.sharding.collectives.axis import Axis
 from asa.sharding.collectives.segment import forgo
 from asa.sharding.gradients.bucket import Bucket, Send, Wait
-from asa.sharding.gradients.sharded import GATHERED_ONCE
+from asa.sharding.gradients.sharded import UNREACHED
 from asa.tracing import TracedModel
 from asa.tracing.component import TracedComponent
 
@@ -224,7 +224,7 @@ def _gather_ahead(modules: Sequence[FSDPModule]) -> None:
     follow their root in ``modules``."""
     before: FSDPModule | None = None
     for module in modules:
-        if GATHERED_ONCE in module.__dict__:
+        if UNREACHED in module.__dict__:
             module._set_unshard_async_op(True)
             before = None
             continue

@@ -38,6 +38,7 @@ from asa.schedules import schedules
 from asa.sharding.collectives.axis import SOLO, Axis
 from asa.sharding.collectives.boundary import Crossing
 from asa.sharding.collectives.transfer import Link
+from asa.sharding.gradients.lent import lend
 from asa.sharding.layers.batchnorm import synchronise
 from asa.sharding.layers.dropout import make_reproducible
 from asa.sharding.layers.propagate import SplitPlan
@@ -159,7 +160,8 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
 
 
 def _check_ties(plan: Plan, traced: TracedModel) -> None:
-    """Check that components that share a parameter run in the same way, because its gradient is one sum.
+    """Check that components that share a parameter run in one layout, because its gradient is one sum. The data
+    strategy of the first, which holds the parameter, decides how it is kept.
 
     Raises:
         UsageError: they do not.
@@ -170,10 +172,8 @@ def _check_ties(plan: Plan, traced: TracedModel) -> None:
         for tie in component.ties:
             j = first.setdefault(tie, i)
             a, b = plan.components[j], plan.components[i]
-            if (a.stage, layouts[j]) != (b.stage, layouts[i]) or {a.data.strategy, b.data.strategy} != {"replicate"}:
-                raise UsageError(
-                    f"{a.name} and {b.name} share a parameter: they must be replicated, in the same way, in one stage"
-                )
+            if (a.stage, layouts[j]) != (b.stage, layouts[i]):
+                raise UsageError(f"{a.name} and {b.name} share a parameter: they must run in one layout, in one stage")
 
 
 def _check_stages(plan: Plan, traced: TracedModel) -> None:
@@ -339,6 +339,9 @@ def materialize(
     if not whole:
         execution.apply(traced.components, plan.compiled, eager=BySample)
     segments = _wrap_segments(plan, traced, crossings, context, strategies, surroundings)
+    for component in traced.components:
+        if component.ties:
+            lend(component)
     for placed in segments if whole else ():
         placed.segment.compile_as_one(BySample)
     parallel = ParallelModel(

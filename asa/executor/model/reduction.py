@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from asa.errors import UsageError
 from asa.sharding.gradients.averaging import Averaging
 from asa.sharding.gradients.replicated import replicated_of
-from asa.sharding.gradients.sharded import GATHERED_ONCE, UNREACHED
+from asa.sharding.gradients.sharded import UNREACHED, gathered_once
 
 
 class Reduction:
@@ -25,7 +25,9 @@ class Reduction:
         self.replicas = [r for r in map(replicated_of, modules) if r is not None]
         self._sharded = [m for m in modules if isinstance(m, FSDPModule)]
         self._averaging = Averaging(self.replicas, [m.__dict__[UNREACHED] for m in self._sharded])
-        self._releases: dict[FSDPModule, bool] = {}
+        units = [u for m in self._sharded for u in m.modules() if isinstance(u, FSDPModule)]
+        self._staying = [u for u in units if gathered_once(u)]
+        self._releases = True
         self._reduced = False
         self._batch: tuple[int, int, bool] | None = None
         self.quiet = False
@@ -64,11 +66,8 @@ class Reduction:
 
         Does nothing in the first step, whose forward initializes FSDP.
         """
-        for root in self._sharded:
-            if self._reduced and getattr(root, GATHERED_ONCE):
-                for module in root.modules():
-                    if isinstance(module, FSDPModule):
-                        module.unshard(async_op=True)
+        for unit in self._staying if self._reduced else ():
+            unit.unshard(async_op=True)
 
     def release(self) -> None:
         """Free gathered weights that a forward without backward has left."""
@@ -104,10 +103,10 @@ class Reduction:
                 sharded.set_requires_gradient_sync(reduce)
                 # FSDP prefetches weights in the order of the forwards since; without any in flight there are none.
                 sharded.set_is_last_backward(none_in_flight)
-            releases = last or not getattr(sharded, GATHERED_ONCE)
-            if self._releases.get(sharded) != releases:
-                self._releases[sharded] = releases
-                sharded.set_reshard_after_backward(releases)
+        if self._releases != last:
+            self._releases = last
+            for unit in self._staying:
+                unit.set_reshard_after_backward(last, recurse=False)
         try:
             yield
             self._reduced = self._reduced or reduce

@@ -254,8 +254,6 @@ def _refusal(space: Space, component: Component) -> str:
     pages: dict[str, Any] = {**space.strategies.data, **space.strategies.tensor}
     for pin in (p for p in space.request.pins if p.matches(component.name)):
         degree = pin.degree or (1 if pin.strategy in ("none", "replicate") else 2)
-        if component.tied and pin.axis == "data" and pin.strategy != "replicate":
-            return "it shares a parameter with other components, so it is replicated"
         if pin.strategy in pages and (reason := pages[pin.strategy].refusal(component, degree)):
             return str(reason)
     return ""

@@ -246,8 +246,8 @@ class Sketch:
     def _way(self, i: int, w: int, x: StageStyle) -> Way:
         component, strategy = self.graph.components[i], x.strategy
         splits = x.tensor > 1 and not component.tied and self.space.splits(i, x.tensor)
-        data = w if component.tied else x.data  # what shares a parameter is whole on all ranks of its stage
-        refused = component.tied or self.space.strategies.data[strategy].refusal(component, data)
+        data = w if component.tied else x.data  # what shares a parameter is spread over all ranks of its stage
+        refused = self.space.strategies.data[strategy].refusal(component, data)
         if component.parameter_bytes == 0 or refused:
             strategy = "replicate"
         forgets = x.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample

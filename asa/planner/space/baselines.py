@@ -275,7 +275,6 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
     data = degrees.data
     has_parameters = component.parameter_bytes > 0
     shards = data in space.strategies.data and not space.strategies.data[data].refusal(component, d)
-    shards = shards and not component.tied
     choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
     if choice is None:
         single_node = len(space.cluster.levels) == 1

@@ -141,7 +141,7 @@ class Space:
 
     def _every_way(self, index: int, layout: Layout) -> Iterator[Way]:
         component = self.profile.graph.components[index]
-        if component.tied and layout.data != layout.width:  # all components that share a parameter run in one way
+        if component.tied and layout.data != layout.width:  # all components that share a parameter run in one layout
             return
         for tensor in self.splitting(index, layout.tensor, layout.sequence):
             named = (tensor, layout.tensor)
@@ -269,7 +269,7 @@ class Space:
     def _data(self, index: int, layout: Layout, has_parameters: bool) -> list[DataDegree]:
         component = self.profile.graph.components[index]
         offered = self.strategies.data
-        free = layout.data > 1 and has_parameters and not component.tied
+        free = layout.data > 1 and has_parameters
         names = list(offered) if free else [n for n in offered if n == "replicate"]
         choices = [
             self.data_degree(n, layout)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from asa.sharding.gradients.sharded import GATHERED_ONCE
+from asa.sharding.gradients.sharded import gathered_once
 
 
 class GatherAhead:
@@ -62,7 +62,7 @@ def acquaint(segments: Sequence[nn.Module], neighbours: Sequence[Neighbours]) ->
     for i, j in pairwise(range(len(segments))):
         if units[j]:
             neighbours[i].following = _allowed_by(units[j][0])
-        if units[i] and not segments[i].__dict__.get(GATHERED_ONCE):
+        if units[i] and not gathered_once(units[i][-1]):
             neighbours[j].preceding = _allowed_by(units[i][-1])
 
 

@@ -21,11 +21,14 @@ from asa.sharding.collectives.direct import directly
 from asa.sharding.gradients.compression import REDUCED
 from asa.sharding.gradients.replicated import replicated
 
-GATHERED_ONCE = "asa_gathered_once"
-"""Attribute of a module whose weights stay gathered until a step's last backward."""
+_GATHERED_ONCE = "asa_gathered_once"
+"""Attribute of a unit whose weights stay gathered until a step's last backward."""
 
 _OWNER = "asa_owner"
-"""Attribute of a sharded parameter: what gathers it."""
+"""Attribute of a sharded parameter, and of the whole one that it replaces: what gathers it."""
+
+_UNIT = "asa_unit"
+"""Attribute of a whole parameter that was sharded: the unit that gathers it."""
 
 UNREACHED = "asa_unreached"
 """Attribute of a module that holds its :class:`Unreached`."""
@@ -91,12 +94,23 @@ def _groups_of(module: nn.Module) -> list[Any]:
     return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
+def held_in(parameter: nn.Parameter) -> tuple[FSDPModule, Any] | None:
+    """The unit in which a whole ``parameter`` was sharded, and what gathers it there; None if it was not sharded."""
+    unit, owner = (parameter.__dict__.get(name) for name in (_UNIT, _OWNER))
+    return None if unit is None else (unit, owner)
+
+
+def gathered_once(unit: Any) -> bool:
+    """Whether the weights of ``unit`` stay gathered from the first forward of a step to its last backward."""
+    return bool(unit.__dict__.get(_GATHERED_ONCE, False))
+
+
 def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     """Shard every component of the segment ``module`` over ``axis`` as one unit, with the segment as their root. If the
     axis has two parts, state is sharded over the inside one and repeated across.
 
-    With ``release``, gathered weights are freed between forward and backward; otherwise they stay until the last
-    backward.
+    With ``release``, gathered weights are freed between forward and backward, except those of components that share a
+    parameter with others; otherwise they stay until the last backward.
     """
     if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
@@ -111,17 +125,24 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
             p.data = p.data.contiguous()
     components = list(module.get_submodule("components").children())
     kept = {p for component in components for p in _kept_whole(component)}
+    before = {(id(m), name): p for m in module.modules() for name, p in m._parameters.items()}
     for component in components:
         if not kept.issuperset(component.parameters()):
-            fully_shard(component, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=kept)
+            freed = release and not getattr(component, "ties", None)
+            fully_shard(component, mesh=mesh, reshard_after_forward=freed, mp_policy=policy, ignored_params=kept)
             directly(component)
+            component.__dict__[_GATHERED_ONCE] = not freed
     fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=kept)
-    module.__dict__[GATHERED_ONCE] = not release
+    module.__dict__[_GATHERED_ONCE] = not release
     module.__dict__[UNREACHED] = Unreached(module)
     for unit in module.modules():
         for group in _groups_of(unit):
             for p in group.fsdp_params:
                 p.sharded_param.__dict__[_OWNER] = p
+                if getattr(unit, "ties", None):  # other components refer to what was there before
+                    whole = before[id(p._module_info.module), p._module_info.param_name]
+                    whole.__dict__[_OWNER] = p  # type: ignore[union-attr]
+                    whole.__dict__[_UNIT] = unit
     return replicated(module, replace(axis, alike=True), only=kept) if kept else module
 
 

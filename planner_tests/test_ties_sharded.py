@@ -1,0 +1,179 @@
+"""Weights that several components share, held in shards: programs leave what one process leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import asa
+from planner_tests.programs import Program, State, assert_as_alone, classes, sgd
+
+WORDS = 13
+PLANS = ["zero1", "zero2", "fsdp"]
+
+
+class Gpt(nn.Module):
+    """Words and places, two blocks, and a head with the weight of the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 8), nn.Embedding(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+class Decoder(Gpt):
+    """The head has a bias, and is no layer: its weight is read where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.bias = nn.Identity(), nn.Parameter(torch.zeros(WORDS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(super().forward(tokens), self.words.weight, self.bias)
+
+
+class Biased(Gpt):
+    """The head is a layer with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, WORDS)
+        self.head.weight = self.words.weight
+
+
+class Thrice(Gpt):
+    """One weight in three components, two of them layers behind others with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guess, self.again = nn.Linear(8, WORDS), nn.Linear(WORDS, 8)
+        self.guess.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        x = self.blocks[1](self.again(self.guess(self.blocks[0](x)).tanh()))
+        return self.head(self.norm(self.blocks[2](x)))
+
+
+class Frozen(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.weight.requires_grad_(False)
+
+
+class Adapted(Frozen):
+    """The shared weight rests, and matrices of low rank beside the head learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            p.requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.norm(x)
+        return self.head(x) + self.up(self.down(x))
+
+
+class Cut(Gpt):
+    """Nothing of the embedding's own use is learnt, only what its weight does in the head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens).detach()
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def _loss(net: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten())
+
+
+def _usual(net: Any, opt: Any, batches: Any) -> State:
+    for tokens, labels in batches:
+        opt.zero_grad()
+        _loss(net, tokens, labels).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _accumulated(net: Any, opt: Any, batches: Any) -> State:
+    for k, (tokens, labels) in enumerate(batches):
+        (_loss(net, tokens, labels) / 2).backward()
+        if k % 2:
+            opt.step()
+            opt.zero_grad()
+    return dict(net.state_dict())
+
+
+def _evaluated(net: Any, opt: Any, batches: Any) -> State:
+    """Outputs in between, and weights from outside after them."""
+    seen = []
+    for k, (tokens, labels) in enumerate(batches):
+        net.eval()
+        with torch.no_grad():
+            seen.append(asa.reduce(_loss(net, tokens, labels)))
+        if k == 1:
+            net.load_state_dict({n: v * 0.5 if v.dim() > 1 else v for n, v in net.state_dict().items()})
+            with torch.no_grad():
+                seen.append(asa.reduce(_loss(net, tokens, labels)))
+        net.train()
+        opt.zero_grad()
+        _loss(net, tokens, labels).backward()
+        opt.step()
+    return {**net.state_dict(), "seen": torch.stack(seen)}
+
+
+def _twice(net: Any, opt: Any, batches: Any) -> State:
+    """Two losses of one output, one backward after the other."""
+    for tokens, labels in batches:
+        opt.zero_grad()
+        logits = net(tokens).flatten(0, 1)
+        F.cross_entropy(logits, labels.flatten()).backward(retain_graph=True)
+        (0.01 * logits.square().mean()).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _program(model: Any, loop: Any, optimizer: Any = sgd) -> Program:
+    x, y = classes(24 * 5, WORDS).view(24, 5), classes(24 * 5, WORDS, 2).view(24, 5)
+    return Program(model=model, x=x, y=y, loop=loop, optimizer=optimizer)
+
+
+def _adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.01)
+
+
+@pytest.mark.parametrize("model", [Gpt, Decoder, Biased, Thrice, Frozen, Adapted, Cut])
+def test_a_shared_weight_in_shards_learns_from_all_its_uses(model: Any) -> None:
+    program = _program(model, _usual, _adamw if model is Adapted else sgd)
+    assert sum(bool(c.ties) for c in program.traced.components) == (3 if model is Thrice else 2)
+    assert_as_alone(program, PLANS)
+
+
+@pytest.mark.parametrize("loop", [_accumulated, _evaluated, _twice])
+def test_loops_of_a_user_around_a_shared_weight(loop: Any) -> None:
+    assert_as_alone(_program(Gpt, loop, _adamw), PLANS)
+
+
+def test_every_name_of_a_shared_weight_is_in_the_state() -> None:
+    states = _program(Biased, _usual).spread(PLANS)
+    for state in (s for of_ranks in states.values() for s in of_ranks):
+        assert not isinstance(state, str)
+        assert torch.equal(state["words.weight"], state["head.weight"])
