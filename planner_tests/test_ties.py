@@ -136,7 +136,9 @@ def test_no_plan_cuts_there(build: Any, strategies: tuple[str, ...] | None) -> N
             if c.tied:
                 assert a.tensor.degree == 1
                 assert strategies != ("fsdp",) or (a.data.strategy == "zero3") == (c.parameter_bytes > 0)
-        ways = {(a.data.degree, a.stage) for c, a in zip(profile.graph.components, made.components, strict=True) if c.tied}
+        ways = {
+            (a.data.degree, a.stage) for c, a in zip(profile.graph.components, made.components, strict=True) if c.tied
+        }
         assert len(ways) <= 1
 
 

@@ -292,10 +292,10 @@ class Pricer:
         """The ``footprint`` of component ``index``, corrected for gradients that do not exist yet at the peak of its
         backward, in a step of one microbatch. It is unchanged if gradients are in buckets. ``ending``: the component is
         the last one with weights in its wrapped unit; its forward has no gradients, but still the buffer of its
-        gathered weights, and where weights stay gathered, that of the weights in front, which may be larger."""
+        gathered weights."""
         memory, component = self.states.state_cost(index, way).memory, self.graph.components[index]
         unmade = 0.0 if memory.buckets else float(self.keeping.unmade(way.layout)[index])
-        if not unmade or (ending and memory.kept):
+        if not unmade:
             return footprint
         peak = max(footprint.transient - unmade, memory.updating)
         if ending:
