@@ -174,13 +174,13 @@ class Annealing:
         return self.request.pins != () or all(self._named(i, x) for i in range(len(self.parts)))
 
     def _named(self, i: int, x: Trial) -> bool:
-        """In wide stages a component repeats work only where no rank more has the samples that it needs."""
+        """In wide stages a component repeats work only so that ranks have one sample, or two, at least."""
         layout = x.ways[i].layout
         if layout.width <= 16 or layout.data * layout.tensor == layout.width:
             return True
         sizes = {self.request.global_batch // x.microbatches, -(-self.request.global_batch // x.microbatches)}
-        more = (replace(layout, data=d) for d in _divisors(layout.width // layout.tensor) if d > layout.data)
-        return all(min(layout_rows(wider, size) for size in sizes) < self.fewest[i] for wider in more)
+        wider = (replace(layout, data=d) for d in _divisors(layout.width // layout.tensor) if d > layout.data)
+        return all(min(layout_rows(w, size) for size in sizes) < max(2, self.fewest[i]) for w in wider)
 
     def _kind(self, rank: int) -> tuple[float, int]:
         return self.speeds[rank], self.cluster.memories()[rank]

@@ -80,31 +80,33 @@ class RandomPipelines:
     def compute(self, width: int, m: int) -> list[float]:
         return [3 * (launch / 3 + c / m / width) * (1 - self.noise) for c, _, _, launch, _, _ in self.parts]
 
-    def ends(self, width: int, m: int) -> tuple[list[float], list[float]] | None:
-        chain = self.chain(width, m)
-        if chain is None:
-            return None
-        begin, end = (
-            [min(x.forward + x.backward for x in row.values()) for row in e] for e in (chain.inlets, chain.outlets)
-        )
-        return begin, end
-
     def limited(self, width: int, m: int, in_flight: Any) -> list[LimitedStages]:
         chain = self.chain(width, m)
         assert chain is not None
         prices = (0.0, 0.3, 3.0, 30.0) if self.likely_tight else (0.0,)
 
         def bounds(flight: int, *times: Any) -> StageBounds:
-            def least(c_row: Any, ms: Any, p: float, *, last: bool) -> float:
-                held = [c.state + flight * c.activations + last * (c.gradients + c.transient) for c in c_row]
-                return float(min(ms(c) + p * h for c, h in zip(c_row, held, strict=True)))
+            def least(some: Any, ms: Any, p: float, *, last: bool) -> float:
+                held = [c.state + flight * c.activations + last * (c.gradients + c.transient) for c in some]
+                return float(min(ms(c) + p * h for c, h in zip(some, held, strict=True)))
 
+            def edge(row: Any, p: float, *, last: bool, whole: bool) -> float:
+                some = [(x.cost if whole else x.forward + x.backward, x) for x in row.values()]
+                held = [x.state + flight * x.activations + last * x.transient for _, x in some]
+                return float(min(ms + p * h for (ms, _), h in zip(some, held, strict=True)))
+
+            whole = len(times) > 1
             inner, last = (
                 np.array([[least(c, ms, p, last=x) for c in chain.configs] for ms in times for p in prices])
                 for x in (False, True)
             )
+            first, behind = (
+                np.array([[edge(e, p, last=x, whole=whole) for e in edges] for _ in times for p in prices])
+                for edges, x in ((chain.inlets, False), (chain.outlets, True))
+            )
             sums = np.concatenate([np.zeros((len(inner), 1)), inner.cumsum(axis=1)], axis=1)
-            return StageBounds(sums, last - inner, np.tile(np.array(prices) * chain.capacity, len(times)))
+            rents = np.tile(np.array(prices) * chain.capacity, len(times))
+            return StageBounds(sums, first, last - inner + behind, rents)
 
         def in_backward(c: Config) -> float:
             return float(c.work - chain.saving * chain.sp * c.window)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import joint_oracle
+import numpy as np
 import pytest
 from floor_bounds import floors
 from random_pipelines import RandomPipelines
@@ -19,6 +20,7 @@ from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.joint import search
 from asa.planner.pipeline.staged import Skeleton, stage_times, value_of
 from asa.planner.pipeline.thinning import Thinning
+from asa.planner.stage.floor import LimitedStages, StageBounds
 from asa.planner.stage.problem import Chain
 
 INF = float("inf")
@@ -356,16 +358,17 @@ def test_quick_floors_are_below_every_plan(seed, memory):
 
 def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     class Even(RandomPipelines):
-        ending = None
+        handed = None
 
         def compute(self, width, m):
             return [1.0] * len(self.names)
 
-        def ends(self, width, m):
-            return self.ending
-
         def limited(self, width, m, in_flight):
-            return []
+            if self.handed is None:
+                return []
+            begin, end = (np.array([row]) for row in self.handed)
+            steady, whole = (StageBounds(k * np.arange(5.0)[None], begin, end, np.zeros(1)) for k in (1, m))
+            return [LimitedStages(steady, whole)] * len(in_flight)
 
     found = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50))
     # Two stages of one rank share four components, whatever the cut.
@@ -376,7 +379,7 @@ def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     assert closer[8] == pytest.approx(18.0, abs=4 / 2**5)
     assert closer[8] <= 18.0
     # A microbatch that is handed over costs either stage something there and back.
-    Even.ending = [0.0, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.0]
+    Even.handed = [0.0, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.0]
     closer = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50), 20.0)
     assert closer[8] == pytest.approx(18.9, abs=4 / 2**5)
     assert closer[8] <= 18.9

@@ -65,7 +65,8 @@ def drawn(rng: random.Random, prices: Prices) -> tuple[StagedSpace, Candidate, t
 def test_floors_count_what_hosts_hand_over_and_never_too_much(graph, cluster):
     prices = space(graph, cluster)
     quick = StagedSpace(prices, anything)
-    begin, end = quick.ends(1, 8)
+    steady = quick.limited(1, 8, [1])[0].steady
+    begin, end = steady.first[0], steady.last[0]
     assert begin[0] == end[-1] == 0  # nothing comes from in front of the first, or goes behind the last
     assert min(begin[1:]) >= 0
     assert max(begin[1:]) > 0

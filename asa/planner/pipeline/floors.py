@@ -93,13 +93,11 @@ class Paced:
         in_flight = [_least_in_flight(x.schedules.values(), r, min(n, x.gpus), m) for r in depths]
         least: dict[int, tuple[Any, Any]] = {}
         for k in range(len(self._widths) - 1, -1, -1):  # widest first: they synchronise most
-            w, known = self._widths[k], ends is not None and clock.now() < ends
-            stages = x.limited(w, m, in_flight) if known else []
+            w = self._widths[k]
+            stages = [] if ends is None or clock.now() > ends else x.limited(w, m, in_flight)
             compute_ms = self._sums[k] - self._sums[k][:, None]
             steady = np.stack([s.steady.of_stages() for s in stages] or [compute_ms] * len(depths))
             whole = np.stack([s.whole.of_stages() for s in stages] or [m * compute_ms] * len(depths))
-            if known and (hosts := x.ends(w, m)) is not None:
-                steady = steady + np.array([*hosts[0], 0.0])[:, None] + np.array([0.0, *hosts[1]])
             whole = np.maximum(whole, m * steady)
             slots = w // self._unit
             if slots in least:

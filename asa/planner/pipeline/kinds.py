@@ -133,11 +133,8 @@ class KindSpace(StagedSpace):
         """Level of the link in front of the rank at that offset."""
         return super().hop(self.first(offset))
 
-    def ends(self, width: int, num_microbatches: int) -> None:
-        """None: with unequal devices no quick bound is known."""
-
     def limited(self, width: int, num_microbatches: int, in_flight: Sequence[int]) -> list[LimitedStages]:
-        """No bounds, as for :meth:`ends`."""
+        """None: with unequal devices no quick bound is known."""
         return []
 
     def example(self, width: int) -> int:

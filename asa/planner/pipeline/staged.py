@@ -105,18 +105,6 @@ class StagedSpace:
             self._computes[key] = [x * MS for x in seconds]
         return self._computes[key]
 
-    def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
-        """Least ms that hosts of asynchronous devices spend to receive and to send a microbatch, for each component."""
-        pricer = self._prices.pricer(width, num_microbatches, self.gpus)
-        layouts = self._prices.space.layouts(width, num_microbatches)
-        if not pricer.states.async_device or not layouts:
-            return None
-        n, edges = range(len(self.names)), pricer.edges
-        begin, end = (
-            MS * x[:, :2].sum(axis=1).min(axis=1) for x in (edges.inlets(n, layouts), edges.outlets(n, layouts))
-        )
-        return begin.tolist(), end.tolist()
-
     def limited(self, width: int, num_microbatches: int, in_flight: Sequence[int]) -> list[LimitedStages]:
         """Bounds on stages with the memory limit (:func:`asa.planner.stage.floor.limited_stages`)."""
         return limited_stages(self._prices, width, num_microbatches, self.gpus, self._allowed, in_flight)

@@ -327,7 +327,8 @@ class Space:
             self._counts(piped=bool(piped), many=many),
         ]
         if wide and not self.request.pins:
-            parts.append(f"in stages of more than {_NARROW} ranks none repeats work that has a sample of its own")
+            two = "only where more ranks would have fewer than two samples"
+            parts.append(f"in stages of more than {_NARROW} ranks work is repeated {two}")
         if self.cluster.unequal:
             parts.append(
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"

@@ -77,17 +77,19 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
 @dataclass(frozen=True)
 class StageBounds:
     """Lower bounds in ms on all stages of one width, by their components ``start`` to ``stop - 1``: the greatest of
-    ``sums[row, stop] - sums[row, start] + last[row, stop - 1] - rent[row]`` over the rows."""
+    ``first[row, start] + sums[row, stop] - sums[row, start] + last[row, stop - 1] - rent[row]`` over the rows."""
 
     sums: Any
+    first: Any
     last: Any
     rent: Any
 
     def of_stages(self) -> Any:
         """The bounds, by ``start`` and ``stop``."""
-        last = np.concatenate([np.zeros((len(self.last), 1)), self.last], axis=1)
-        ends = self.sums + last - self.rent[:, None]
-        return (ends[:, None, :] - self.sums[:, :, None]).max(axis=0)
+        zero = np.zeros((len(self.sums), 1))
+        start = np.concatenate([self.first, zero], axis=1) - self.sums - self.rent[:, None]
+        stop = np.concatenate([zero, self.last], axis=1) + self.sums
+        return (start[:, :, None] + stop[:, None, :]).max(axis=0)
 
 
 @dataclass(frozen=True)
@@ -120,28 +122,36 @@ def limited_stages(
         which = np.flatnonzero(offered & menu.first)
         begin = begins(menu.component[which])
         x = menu.priced(pricer, which)
-    steady, sides = (x.forward + x.backward) * MS, _sides(x, m, space.cluster.overlap)[1]
+    steady, sides = [(x.forward + x.backward) * MS], _sides(x, m, space.cluster.overlap)[1]
 
-    def bounds(times: Sequence[Any], held: Any, price: Sequence[float]) -> StageBounds:
-        """A row for each of ``times`` and each price of a GiB. A last component also holds ``moving``."""
-        each = np.array(price, dtype=float)
-        priced = np.concatenate([t + each[:, None] * held for t in times])
-        more = np.tile(each[:, None] * moving, (len(times), 1))
-        cost, last = (np.minimum.reduceat(x, begin, axis=1)[:, place] for x in (priced, priced + more))
+    layouts, every = space.layouts(width, m), range(len(prices.fewest))
+    edges = [e(every, layouts).transpose(1, 0, 2) for e in (pricer.edges.inlets, pricer.edges.outlets)]
+    edge_ms = [[(e[0] + e[1]) * MS for e in edges], [(m * (e[0] + e[1]) + e[2]) * MS for e in edges]]
+
+    def bounds(times: Any, ends_ms: Sequence[Any], flight: int, price: Sequence[float]) -> StageBounds:
+        """A row for each of ``times`` and each price of a GiB. A first component also has the inlet of its stage, and a
+        last one the outlet, and what it holds in backward alone."""
+        each, count = np.array(price, dtype=float)[:, None] / GIB, len(times)
+        held, moving = x.least_state + flight * x.activations, x.gradients + x.least_transient
+        cost = np.concatenate([t + each * held for t in times])
+        with_moving = np.concatenate([t + each * (held + moving) for t in times])
+        cost, last = (np.minimum.reduceat(c, begin, axis=1)[:, place] for c in (cost, with_moving))
+        first, behind = (
+            np.tile((ms + each[:, :, None] * (e[3] + flight * e[4] + moved * e[5])).min(axis=2), (count, 1))
+            for ms, e, moved in zip(ends_ms, edges, (0, 1), strict=True)
+        )
         sums = np.concatenate([np.zeros((len(cost), 1)), np.cumsum(cost, axis=1)], axis=1)
-        return StageBounds(sums, last - cost, np.tile(each * capacity, len(times)))
+        return StageBounds(sums, first, last - cost + behind, np.tile(each[:, 0] * GIB * capacity, count))
 
-    moving = (x.gradients + x.least_transient) / GIB
-    plain = bounds([steady], 0.0, [0.0]), bounds(sides, 0.0, [0.0])
-    if not may_bind:
-        return [LimitedStages(*plain)] * len(in_flight)
-    found = dict[int, LimitedStages]()
-    for flight in dict.fromkeys(in_flight):
-        held = (x.least_state + flight * x.activations) / GIB
-        by_pass = [0.0, *rates(steady, held, begin, count, capacity, _STEADY)]
-        by_step = [0.0, *rates(sides.min(axis=0), held, begin, count, capacity, _WHOLE)]
-        found[flight] = LimitedStages(bounds([steady], held, by_pass), bounds(sides, held, by_step))
-    return [found[flight] for flight in in_flight]
+    def limited(flight: int) -> LimitedStages:
+        held, by_pass, by_step = (x.least_state + flight * x.activations) / GIB, [0.0], [0.0]
+        if may_bind:
+            by_pass += rates(steady[0], held, begin, count, capacity, _STEADY)
+            by_step += rates(sides.min(axis=0), held, begin, count, capacity, _WHOLE)
+        return LimitedStages(bounds(steady, edge_ms[0], flight, by_pass), bounds(sides, edge_ms[1], flight, by_step))
+
+    found = {flight: limited(flight) for flight in (dict.fromkeys(in_flight) if may_bind else in_flight[:1])}
+    return [found[flight if may_bind else in_flight[0]] for flight in in_flight]
 
 
 def rates(time: Any, held: Any, begin: Any, count: Any, capacity: float, most: int) -> list[float]:
