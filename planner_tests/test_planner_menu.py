@@ -137,9 +137,8 @@ def test_what_stages_take_to_begin_and_end_is_the_least_of_all_layouts(name: str
     space = spaces()[name]
     prices, gpus = Prices(space), space.request.gpus
     for width, m in ((gpus // 2, 1), (gpus // 2, 4), (1, 2)):
-        pricer, found = prices.pricer(width, m, gpus), StagedSpace(prices, anything).ends(width, m)
-        assert found is not None
-        for price, row in zip((pricer.edges.inlet, pricer.edges.outlet), found, strict=True):
+        pricer, steady = prices.pricer(width, m, gpus), StagedSpace(prices, anything).limited(width, m, [1])[0].steady
+        for price, row in ((pricer.edges.inlet, steady.first[0]), (pricer.edges.outlet, steady.last[0])):
             for i, value in enumerate(row):
                 costs = [price(i, x) for x in space.layouts(width, m)]
                 assert value == pytest.approx(MS * min(c.forward_s + c.backward_s for c in costs), rel=1e-12)

@@ -15,7 +15,7 @@ from asa.ir.units import GIB
 from asa.planner import Request
 from asa.planner.pipeline.staged import stage_times
 from asa.planner.pipeline.stages import Explorer
-from asa.planner.pipeline.tables import OWN_LAST, limited, priced_memory, rates, relaxed, rough, weights_of
+from asa.planner.pipeline.tables import OWN_LAST, limited, priced_memory, rates, relaxed, weights_of
 from asa.planner.pipeline.thinning import Room
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
@@ -56,13 +56,11 @@ def test_tables_with_a_memory_limit_are_bounds_and_near():
             free = relaxed(x)
             flights = [1, 3]
             for f, table in zip(flights, limited(x, free, flights), strict=True):
-                about = rough(x, f)
                 for a, b in ((0, 1), (0, 2), (1, 3), (0, 3)):
                     true = truth(chain, a, b, f)
                     for name, value in zip(FIELDS, true, strict=True):
                         exact = float(getattr(table, name)[a, b].min())
                         assert exact <= value * (1 + 1e-9)
-                        assert float(getattr(about, name)[a, b].min()) <= min(value, exact) * (1 + 1e-9)
                     low, least = float(table.steady[a, b].min()), float(free.steady[a, b].min())
                     count += 1
                     full += low == true[0] == INF
@@ -121,10 +119,9 @@ def test_a_last_layer_that_is_small_hides_no_memory():
     assert last < ahead <= solver.value * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("about", [True, False])
-def test_of_one_microbatch_all_of_a_step_is_a_single_one(about):
+def test_of_one_microbatch_all_of_a_step_is_a_single_one():
     x = Numbers(RandomPipelines(3, components=6, gpus=2, most=4, speed=0.05, memory=1.0).chain(2, 1))
-    table = rough(x, 1) if about else limited(x, relaxed(x), [1])[0]
+    table = limited(x, relaxed(x), [1])[0]
     some = np.isfinite(table.whole)
     assert some.any()
     assert np.array_equal(table.single[some], table.whole[some])

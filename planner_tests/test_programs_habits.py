@@ -357,22 +357,19 @@ def test_parameters_that_forward_writes_are_restored_after_trials_and_never_shar
         assert rank or "forward changes shift and 1 more, which are parameters" in said
 
 
-def _following(_rank: int) -> tuple[State, str]:
+def _following(_rank: int) -> list[State]:
     program = _program(_with_loss(cross_entropy), model=_Follows)
-    net, opt, batches = asa.parallelize(
-        *program.made(), cache=None, time_limit_s=0.1, cluster="profiles/cluster.local-gloo-2.json"
-    )
-    state = program.loop(net, opt, batches)
-    with pytest.raises(UsageError) as refused:
-        asa.parallelize(*program.made(), plan=program.plan("ddp"))
-    return state, str(refused.value)
+    planned = {"cache": None, "time_limit_s": 0.1, "cluster": "profiles/cluster.local-gloo-2.json"}
+    return [
+        program.loop(*asa.parallelize(*program.made(), **options)[:3])  # type: ignore[arg-type]
+        for options in (planned, {"plan": program.plan("ddp")})
+    ]
 
 
 def test_a_model_that_writes_parameters_in_forward_runs_whole() -> None:
     alone = _program(_with_loss(cross_entropy), model=_Follows).alone()
-    for state, refused in run_ranks(2, _following, threads=1, timeout_s=120):
-        assert distance(state, alone) < 1e-11
-        assert "forward changes slow.weight, and components of a model that is cut" in refused
+    for states in run_ranks(2, _following, threads=1, timeout_s=120):
+        assert [distance(state, alone) < 1e-11 for state in states] == [True, True]
 
 
 class _TwoWays(nn.Module):

@@ -1,8 +1,8 @@
-"""Parameters and buffers that ``forward`` lists (``self.parameters()``), which no graph can follow."""
+"""Parameters that ``forward`` lists (``self.parameters()``), which no graph can follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,14 +16,13 @@ _PROPERTIES = ("grad", "grad_fn")
 
 
 class ListedTensorsRefused(TorchFunctionMode):
-    """Context in which computing with a parameter or buffer of ``model`` raises ``TraceError``, unless symbolically:
+    """Context in which computing with a parameter of ``model`` raises ``TraceError``, unless symbolically:
     the result would be a constant. ``running`` says whether the computation is not one of the trace."""
 
     def __init__(self, model: nn.Module, running: Callable[[], bool]) -> None:
         super().__init__()
         self._running = running
-        tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
-        self._ids = set(map(id, tensors))
+        self._ids = set(map(id, model.parameters()))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of ``func``, if it does not depend on the values of a listed tensor."""
@@ -40,5 +39,5 @@ class ListedTensorsRefused(TorchFunctionMode):
         if name.startswith("new_") or name.endswith("_like") or name in _PROPERTIES:
             return result
         if name in _READ_OUT or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
-            raise fx.proxy.TraceError("forward computes with parameters or buffers that it lists")
+            raise fx.proxy.TraceError("forward computes with parameters that it lists")
         return result
