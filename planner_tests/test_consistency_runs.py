@@ -204,3 +204,16 @@ def test_a_long_epoch_is_saved_inside_and_goes_on_from_there(tmp_path, text):
     told = [e["message"] for e in of(again, "note") if "momenta of its own" in e["message"]]
     assert [line.partition(" each of ")[0] for line in told] == (["under hogwild"] if text == "hogwild" else [])
     assert before + sum(c["samples_handed_out"] for c in of(again, "consistency")) == 12 * 60
+
+
+def test_momenta_of_the_other_workers_are_named_also_where_rank_0_had_made_no_step(tmp_path):
+    run(under("hogwild", 2), tmp_path, epochs=1)
+    folder = tmp_path / "checkpoints"
+    found = checkpoint.find(folder)
+    tensors = {checkpoint.MODEL: checkpoint.read(found.path, checkpoint.MODEL), checkpoint.OPTIMIZER: {}}
+    later = replace(found.manifest, step=found.manifest.step + 1)
+    checkpoint.write(folder, later, tensors, commit=lambda: None)
+    (told,) = (
+        e["message"] for e in of(run(under("hogwild", 2), tmp_path, resume=True), "note") if "momenta" in e["message"]
+    )
+    assert "the checkpoint has none, as rank 0 had made no step" in told

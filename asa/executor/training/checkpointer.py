@@ -183,10 +183,12 @@ class Checkpointer:
                 worker.conduct.load(checkpoint.read(path, checkpoint.DISCIPLINE))
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
         saved = manifest.plan.consistency
-        if moments and saved is not None and saved.own_moments and manifest.plan.num_ranks > 1:
+        kept = any(group.get("momentum", 1.0) for group in worker.optimizer.param_groups)  # adamw always has moments
+        if kept and saved is not None and saved.own_moments and manifest.plan.num_ranks > 1 and manifest.position > 0:
+            those = "those of rank 0" if moments else "none, as rank 0 had made no step"
             message = (
                 f"under {saved} each of {manifest.plan.num_ranks} workers had momenta of its own, and the checkpoint "
-                "has those of rank 0: all continue with these, where each would have continued with its own"
+                f"has {those}: all continue with these, where each would have continued with its own"
             )
             self.announce({"event": "note", "message": message})
 
