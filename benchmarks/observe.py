@@ -54,20 +54,27 @@ def _step(planned: Planned, indices: torch.Tensor, number: int, *, on: bool) -> 
     waits.on = on
     planned(indices, number)
     planned.worker.clock.collect()
-    waits.transfers()
+    if number % LOG_EVERY == 0:
+        waits.transfers()
 
 
 def _python(strategy: str, rank: int, votes: Votes, ranks: int) -> float:
-    """CPU seconds of this thread that observing adds to a step of the thin network. Ranks sleep while they wait: awake,
-    they would seem to work."""
+    """CPU seconds of this thread that observing adds to a step of the thin network, with a step's share of what is done
+    once a line. Ranks sleep while they wait: awake, they would seem to work."""
     planned = Planned(strategy, rank, votes, _images(), ranks, slim=True)
     indices = GlobalOrder(1024, THIN_BATCH, SEED, drop_last=True).batch(0, 0)
-    on, off = (partial(_step, planned, indices, 0, on=on) for on in (True, False))
+    on, off = (partial(_step, planned, indices, 1, on=on) for on in (True, False))
     with patch.object(direct, "AWAKE_S", 0.0), patch.object(segment, "AWAKE_S", 0.0):
         for _ in range(WARM_UP):
             on()
             off()
-        return added_python(on, off, lambda: votes.gather([0.0]), 200)
+        found = added_python(on, off, lambda: votes.gather([0.0]), 200)
+        waits.start(on=True)
+        for _ in range(LOG_EVERY):
+            on()
+        began = time.thread_time()
+        waits.transfers()
+        return found + (time.thread_time() - began) / LOG_EVERY
 
 
 def _line(planned: Planned, votes: Votes) -> tuple[float, float]:

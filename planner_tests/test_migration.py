@@ -190,8 +190,9 @@ def test_fused_attention_and_stages_on_three_ranks_to_the_bit(tmp_path: Path) ->
     _moves("vision_transformer", 3, random.Random(1).sample(range(count), 6), tmp_path)
 
 
-def _bytes_moved(rank: int, out: Path) -> list[tuple[Traffic, int, int]]:
-    """From replicas to halves of every linear layer, back, and to one process alone; bytes held before and after."""
+def _bytes_moved(rank: int, out: Path) -> list[tuple[Traffic, int, int, int]]:
+    """From replicas to halves of every linear layer, back, and to one process alone; bytes held before and after, and
+    those after of which the memory is the old one."""
     plans = _plans("vision_transformer", 2)
     replicas, halves, alone = plans[1], plans[5], plans[0]
     run = _Run("vision_transformer", (replicas[0], (0, 1)), out)
@@ -202,7 +203,11 @@ def _bytes_moved(rank: int, out: Path) -> list[tuple[Traffic, int, int]]:
         before = parts_of(old.model, old.optimizer)
         moved = move(before, target_parts(new.model), new.model, new.optimizer, run.votes)
         after = parts_of(new.model, new.optimizer)
-        found.append((moved, sum(p.tensor.nbytes for p in before), sum(p.tensor.nbytes for p in after)))
+        old_memory = {p.tensor.data_ptr() for p in before}
+        kept = [p for p in after if p.tensor.data_ptr() in old_memory]
+        assert all("/" in p.name for p in kept), "only optimizer state"
+        held, holds, keeps = (sum(p.tensor.nbytes for p in some) for some in (before, after, kept))
+        found.append((moved, held, holds, keeps))
         run.worker = new
         old.model.close()
     return found
@@ -211,13 +216,17 @@ def _bytes_moved(rank: int, out: Path) -> list[tuple[Traffic, int, int]]:
 def test_only_what_is_missed_travels(tmp_path: Path) -> None:
     _plans("vision_transformer", 2)
     found = run_ranks(2, _bytes_moved, tmp_path, threads=1, timeout_s=120)
-    for rank, ((to_halves, _, half), (to_replicas, _, full), (to_one, _, last)) in enumerate(found):
+    for rank, states in enumerate(found):
+        (to_halves, _, half, whole), (to_replicas, _, full, again), (to_one, _, last, all_kept) = states
+        assert whole == again > 0, "state of layers that are not split stays where it is"
         assert (to_halves.sent_bytes, to_halves.received_bytes) == (0, 0), "each has its half already"
-        assert to_halves.copied_bytes == half
-        assert to_replicas.copied_bytes == half
+        assert to_halves.copied_bytes == half - whole
+        assert to_replicas.copied_bytes == half - again
         assert full - half <= to_replicas.received_bytes <= (full - half) + 16 * 200, "the other half, and padding"
         assert (to_one.sent_bytes, to_one.received_bytes) == (0, 0)
-        assert to_one.copied_bytes == last == (0 if rank else full)
+        assert last == (0 if rank else full)
+        assert to_one.copied_bytes == last - all_kept
+        assert all_kept > last // 2 or rank
 
 
 def _ping_pong(rank: int, out: Path) -> list[tuple[int, int, int]]:
@@ -245,18 +254,19 @@ def _broken(rank: int, out: Path) -> tuple[str, bool, str, str]:
     run = _Run("blocks", plans[5], out)
     run.train()
     before, old = run.state(), run.worker
-    usual = migration._Mover._packed
+    usual = run.votes.started
 
-    def flipped(self: Any, bucket: Any) -> Tensor:
-        flat = usual(self, bucket)
-        flat[3] ^= 1
-        return flat
+    def flipped(out: tuple[Tensor, int] | None, into: Any) -> Any:
+        if out is not None:
+            out = out[0].clone(), out[1]
+            out[0][3] ^= 1
+        return usual(out, into)
 
     if rank == 1:
-        migration._Mover._packed = flipped  # type: ignore[method-assign]
+        run.votes.started = flipped  # type: ignore[method-assign]
     with pytest.raises(WorkersFailedError) as caught:
         run.go(plans[1])
-    migration._Mover._packed = usual  # type: ignore[method-assign]
+    run.votes.started = usual  # type: ignore[method-assign]
     same = run.worker is old and run.state() == before
     run.train()
     weights = run.state()[0]

@@ -1,18 +1,22 @@
 """Migration of state between plans: weights, buffers and optimizer state. Only the missing parts of tensors are sent.
 
 Ranks tell each other which region of every tensor they hold and which they will hold (:mod:`asa.ir.region`), and all
-compute the same list of transfers. A rank copies what it already has. The rest is sent in buckets with a checksum, in
-rounds in which each process sends and receives at most one bucket. The old state is never written to.
+compute the same list of transfers. A rank copies the weights that it already has, and keeps the memory of optimizer
+state whose region stays the same. The rest is sent in buckets, in rounds in which each process sends and receives at
+most one bucket. At the end all ranks compare the checksums of all buckets. The old state is never written to.
+
+A bucket of one transfer goes from the old memory to the new one, without a copy, where both are contiguous.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,7 +35,9 @@ from asa.sharding.split.local_parts import as_held, local
 BUCKET_BYTES = 8 * MIB
 """Largest number of bytes that one process sends another at a time, unless a single row is longer. A migration needs
 memory for two sent and two received buckets, in addition to the old and the new state."""
-_CHECK_BYTES = 8
+_ALONE_BYTES = MIB
+"""A transfer of at least this many bytes has a bucket of its own. The copies that this saves take longer than a
+message."""
 _ALIGNED = 16
 _COLUMNS = 1024
 
@@ -150,6 +156,7 @@ def move(
         ]
     )
     items = {item.name: item for item in local_tensors(model)}
+    held = {p.name: p for p in before}
     error: Exception | None = None
     targets: dict[str, Part] = {}
     try:
@@ -157,15 +164,14 @@ def move(
         for one in tensors:
             region = one.destinations.get(votes.rank)
             if region is not None:
-                targets[one.name] = Part(
-                    one.name, one.shape, region, _memory_for(one, region, items, optimizer), one.follows
-                )
+                memory = _memory_for(one, region, items, optimizer, held.get(one.name))
+                targets[one.name] = Part(one.name, one.shape, region, memory, one.follows)
     except Exception as caught:
         error = caught
     votes.agree(error)  # all agree before any rank waits for a message
     moved = Traffic()
     try:
-        moved = _Mover(votes, tensors, {p.name: p for p in before}, targets).carry(plan)
+        moved = _Mover(votes, tensors, held, targets).carry(plan)
         _install(targets, items, optimizer)
     except Exception as caught:
         error = caught
@@ -230,16 +236,20 @@ def _split(box: Box, most: int) -> Iterator[Box]:
 
 
 def _memory_for(
-    one: _Tensor, region: Region, items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer
+    one: _Tensor, region: Region, items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer, held: Part | None
 ) -> Tensor:
-    """Memory for ``region``: the parameter or buffer itself, or a new tensor for optimizer state."""
+    """Memory for ``region``: the parameter or buffer itself; for optimizer state what this rank ``held`` of it, if that
+    is the same region on the same device, otherwise a new tensor."""
     if one.name in items:
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
     parameter = updated_in(optimizer, items[name].tensor)
     has_steps = id(parameter) in counted_on_device(optimizer)
     on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or has_steps)
-    return torch.empty(extent(region), dtype=one.dtype, device="cpu" if on_host else local(parameter).device)
+    device = torch.device("cpu") if on_host else local(parameter).device
+    if held is not None and (held.region, held.tensor.device) == (region, device):
+        return held.tensor
+    return torch.empty(extent(region), dtype=one.dtype, device=device)
 
 
 def _install(targets: dict[str, Part], items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer) -> None:
@@ -259,11 +269,11 @@ def _install(targets: dict[str, Part], items: dict[str, LocalTensor], optimizer:
 
 @dataclass(frozen=True)
 class _PendingRound:
-    """Messages of one round: what is sent (kept until it is delivered), and where each bucket arrives."""
+    """Messages of one round: what is sent (kept until it is delivered) and to whom, and where a bucket arrives."""
 
     going: dist.Work | None
     coming: dist.Work | None
-    message: tuple[Tensor, int] | None
+    sent: tuple[Tensor, int] | None
     room: Tensor | None
     into: list[_Transfer] | None
 
@@ -274,28 +284,30 @@ class _Mover:
     def __init__(self, votes: Votes, tensors: list[_Tensor], before: dict[str, Part], after: dict[str, Part]) -> None:
         self._votes, self._tensors = votes, tensors
         self._before, self._after = before, after
-        self._broken = False
+        self._sent_checksums: dict[int, list[int]] = {}
+        self._received_checksums: dict[int, list[int]] = {}
 
     def carry(self, plan: list[_Transfer]) -> Traffic:
         """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
-            WorkersFailedError: a bucket's checksum differs from the sender's. It is raised after all were received, so
-                that no process waits for this one.
+            WorkersFailedError: the checksum of a received bucket differs from the sender's (on the receiving process).
         """
         began, me = time.perf_counter(), self._votes.rank
         copied = sent = received = buckets = 0
         for one in plan:
             if one.source == one.target == me:
-                self._target_view(one).copy_(self._source_view(one))
-                copied += one.num_bytes
+                source, target = self._source_view(one), self._target_view(one)
+                if source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
+                    copied += one.num_bytes
         pending: _PendingRound | None = None
         for turn in _rounds(plan):
             out = next((b for b in turn if b[0].source == me), None)
             into = next((b for b in turn if b[0].target == me), None)
             # Packing and unpacking overlap with the messages of the previous round, and of this one.
             message = None if out is None else (self._packed(out), out[0].target)
-            room = None if into is None else torch.empty(_length(into) + _CHECK_BYTES, dtype=torch.uint8)
+            room = None if into is None else self._room(into)
             works = self._votes.started(message, None if room is None or into is None else (room, into[0].source))
             self._finish(pending)
             pending = _PendingRound(*works, message, room, into)
@@ -303,19 +315,32 @@ class _Mover:
             received += 0 if into is None else _length(into)
             buckets += (out is not None) + (into is not None)
         self._finish(pending)
-        if self._broken:
-            raise WorkersFailedError("weights were corrupted on their way to the new plan; the old plan stays")
+        self._compare_checksums()
         return Traffic(sent, received, copied, buckets, time.perf_counter() - began)
 
     def _finish(self, pending: _PendingRound | None) -> None:
         """Wait for the messages of a round, and unpack what arrived."""
         if pending is None:
             return
+        if pending.sent is not None:
+            message, target = pending.sent
+            self._sent_checksums.setdefault(target, []).append(_checksum(message))
         if pending.coming is not None and pending.room is not None and pending.into is not None:
             pending.coming.wait()
-            self._unpack(pending.room, pending.into)
+            self._received_checksums.setdefault(pending.into[0].source, []).append(_checksum(pending.room))
+            if self._direct(self._target_view, pending.into) is None:
+                for one, part in self._entries(pending.into, pending.room):
+                    self._target_view(one).copy_(part)
         if pending.going is not None:
             pending.going.wait()
+
+    def _compare_checksums(self) -> None:
+        """Compare the checksums of all buckets with those of their senders (collective)."""
+        told = self._votes.exchange([[target, sums] for target, sums in self._sent_checksums.items()])
+        for source, lists in enumerate(told):
+            sums = [one for target, some in lists for one in some if target == self._votes.rank]
+            if sums != self._received_checksums.get(source, []):
+                raise WorkersFailedError("weights were corrupted on their way to the new plan; the old plan stays")
 
     def _source_view(self, one: _Transfer) -> Tensor:
         part = self._before[self._tensors[one.index].name]
@@ -325,19 +350,27 @@ class _Mover:
         part = self._after[self._tensors[one.index].name]
         return _view(part.tensor, part.region, one.box)
 
+    def _direct(self, view: Callable[[_Transfer], Tensor], bucket: list[_Transfer]) -> Tensor | None:
+        """The bytes of the memory itself, if ``bucket`` is one contiguous piece of host memory."""
+        if len(bucket) != 1:
+            return None
+        tensor = view(bucket[0])
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            return None
+        return tensor.view(-1).view(torch.uint8)
+
     def _packed(self, bucket: list[_Transfer]) -> Tensor:
-        flat = torch.empty(_length(bucket) + _CHECK_BYTES, dtype=torch.uint8)
-        for one, room in self._entries(bucket, flat):
-            room.copy_(self._source_view(one))
-        flat[-_CHECK_BYTES:] = _checksum(flat)
+        direct = self._direct(self._source_view, bucket)
+        if direct is not None:
+            return direct
+        flat = torch.empty(_length(bucket), dtype=torch.uint8)
+        for one, part in self._entries(bucket, flat):
+            part.copy_(self._source_view(one))
         return flat
 
-    def _unpack(self, flat: Tensor, bucket: list[_Transfer]) -> None:
-        if not torch.equal(flat[-_CHECK_BYTES:], _checksum(flat)):
-            self._broken = True
-            return
-        for one, room in self._entries(bucket, flat):
-            self._target_view(one).copy_(room)
+    def _room(self, bucket: list[_Transfer]) -> Tensor:
+        direct = self._direct(self._target_view, bucket)
+        return torch.empty(_length(bucket), dtype=torch.uint8) if direct is None else direct
 
     def _entries(self, bucket: list[_Transfer], flat: Tensor) -> Iterator[tuple[_Transfer, Tensor]]:
         at = 0
@@ -357,30 +390,39 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _length(bucket: Sequence[_Transfer]) -> int:
-    return sum(_aligned(one.num_bytes) for one in bucket)
+    """Bytes of the message: one transfer as it is, several aligned."""
+    return bucket[0].num_bytes if len(bucket) == 1 else sum(_aligned(one.num_bytes) for one in bucket)
 
 
-def _checksum(flat: Tensor) -> Tensor:
-    """Checksum of a message without the bytes reserved for it, uint8: the CRC-32 of the sums of its 64-bit words over
-    the rows and over the columns of a table. A CRC-32 of all bytes takes several times as long as sending them."""
-    words = flat[:-_CHECK_BYTES].view(torch.int64)
-    table = words[: len(words) // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    sums = torch.cat([table.sum(0), table.sum(1), words[table.numel() :]])
-    checksum = zlib.crc32(sums.numpy().data)
-    return torch.frombuffer(bytearray(checksum.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)
+def _checksum(flat: Tensor) -> int:
+    """Checksum of a message: the CRC-32 of the sums of its 64-bit words over the rows and over the columns of a table,
+    and of the bytes that remain. A CRC-32 of all bytes takes several times as long as sending them."""
+    data = flat.numpy()
+    words = data[: len(data) // 8 * 8].view(np.int64)  # may begin at any byte, unlike a view by torch
+    table = words[: len(words) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
+    checksum = zlib.crc32(data[table.nbytes :].data)
+    for sums in (table.sum(0), table.sum(1)):
+        checksum = zlib.crc32(sums.data, checksum)
+    return checksum
 
 
 def _rounds(plan: Sequence[_Transfer]) -> Iterator[list[list[_Transfer]]]:
     """Buckets by round. In each round, a process sends and receives at most one. Pairs with most buckets left come
     first."""
     waiting: dict[tuple[int, int], list[list[_Transfer]]] = {}
+    shared: dict[tuple[int, int], list[_Transfer]] = {}
     for one in plan:
-        if one.source == one.target:
+        if one.source == one.target or not one.num_bytes:
             continue
-        buckets = waiting.setdefault((one.source, one.target), [[]])
-        if buckets[-1] and _length(buckets[-1]) + _aligned(one.num_bytes) > BUCKET_BYTES:
-            buckets.append([])
-        buckets[-1].append(one)
+        buckets = waiting.setdefault((one.source, one.target), [])
+        if one.num_bytes >= _ALONE_BYTES:
+            buckets.append([one])
+            continue
+        last = shared.get((one.source, one.target))
+        if last is None or sum(_aligned(t.num_bytes) for t in (*last, one)) > BUCKET_BYTES:
+            last = shared[one.source, one.target] = []
+            buckets.append(last)
+        last.append(one)
     while waiting:
         sending: set[int] = set()
         receiving: set[int] = set()

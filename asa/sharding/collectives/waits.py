@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -24,6 +23,9 @@ import torch.distributed as dist
 
 from asa.ir.traffic import CollectiveOp
 
+Mark = tuple[Any, float, float]
+"""Start of an interval in which this rank may be blocked: when, and seconds blocked and late until then. (A tuple takes
+a fifth of the time of an object.)"""
 _MOST_SAMPLES = 64
 """Largest number of times of one kind of transfer that are kept until the next query."""
 
@@ -46,15 +48,6 @@ class Kind(NamedTuple):
     num_bytes: int
 
 
-@dataclass(slots=True)
-class Mark:
-    """Start of an interval in which this rank may be blocked."""
-
-    at: Any
-    blocked: float
-    late: float
-
-
 @dataclass
 class Waits:
     """Waiting times of this process since the last query. ``on``: whether they are recorded."""
@@ -63,37 +56,36 @@ class Waits:
     _blocked: float = 0.0
     _late: float = 0.0
     _unsplit: float = 0.0
-    _samples: dict[tuple[CollectiveOp, int, int, int], list[float]] = field(default_factory=dict)
-    _counts: dict[tuple[CollectiveOp, int, int, int], int] = field(default_factory=dict)
+    _samples: dict[tuple[CollectiveOp, dist.ProcessGroup | None, int], list[float]] = field(default_factory=dict)
+    _counts: dict[tuple[CollectiveOp, dist.ProcessGroup | None, int], int] = field(default_factory=dict)
+    _kinds: dict[tuple[CollectiveOp, dist.ProcessGroup | None, int], Kind] = field(default_factory=dict)
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _levels: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
 
     def start(self, *, on: bool) -> None:
         """Record from now on if ``on``, without what other work of this process has left, such as a rehearsal."""
         self.on = on
         self._blocked = self._late = self._unsplit = 0.0
-        self._samples, self._counts, self._events = {}, {}, []
+        self._samples, self._counts, self._kinds, self._events = {}, {}, {}, []
 
     def begin(self, *, cuda: bool = False) -> Mark | None:
         """Mark the start of an interval in which this rank may be blocked, for :meth:`end` or :meth:`met`."""
         if not self.on:
             return None
-        return Mark(_event() if cuda else time.perf_counter(), self._blocked, self._late)
+        return _event() if cuda else time.perf_counter(), self._blocked, self._late
 
     def end(self, mark: Mark | None) -> float:
         """Count all time since ``mark`` as blocked. Returns the seconds on a CPU, and 0 on CUDA, where only events are
         recorded."""
         if mark is None:
             return 0.0
-        if not isinstance(mark.at, float):
-            self._events.append((mark.at, _event()))
+        began, blocked, _ = mark
+        if not isinstance(began, float):
+            self._events.append((began, _event()))
             return 0.0
-        seconds = time.perf_counter() - mark.at
+        seconds = time.perf_counter() - began
         # Waits that were recorded in between lie within this interval; count them once.
-        self._unsplit += seconds - (self._blocked - mark.blocked)
-        self._blocked = mark.blocked + seconds
+        self._unsplit += seconds - (self._blocked - blocked)
+        self._blocked = blocked + seconds
         return seconds
 
     def met(self, mark: Mark | None, op: CollectiveOp, group: dist.ProcessGroup | None, num_bytes: int) -> None:
@@ -101,9 +93,10 @@ class Waits:
         recorded."""
         if mark is None:
             return
-        seconds = time.perf_counter() - mark.at
-        self._blocked = mark.blocked + seconds
-        self._note(op, group, num_bytes, seconds - (self._late - mark.late))
+        began, blocked, late = mark
+        seconds = time.perf_counter() - began
+        self._blocked = blocked + seconds
+        self._note(op, group, num_bytes, seconds - (self._late - late))
 
     def came_late(self, seconds: float) -> None:
         """Record ``seconds`` of waiting for the last rank to arrive."""
@@ -115,15 +108,11 @@ class Waits:
             self._note(op, group, num_bytes, seconds)
 
     def _note(self, op: CollectiveOp, group: dist.ProcessGroup | None, num_bytes: int, seconds: float) -> None:
-        group = group or dist.group.WORLD
-        assert group is not None
-        level = self._levels.get(group)
-        if level is None:
-            ranks = dist.get_process_group_ranks(group)
-            level = self._levels[group] = level_of(ranks), len(ranks)
-        key = (op, *level, num_bytes)
+        key = (op, group, num_bytes)
         samples = self._samples.get(key)
         if samples is None:
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            self._kinds[key] = Kind(op, level_of(ranks), len(ranks), num_bytes)
             samples = self._samples[key] = []
             self._counts[key] = 0
         if len(samples) < _MOST_SAMPLES:
@@ -142,8 +131,13 @@ class Waits:
     def transfers(self) -> list[tuple[Kind, float, int]]:
         """(kind, seconds, number) of every kind of transfer since the last call, with the median of seconds; sorted by
         descending total time."""
-        medians = [(Kind(*key), median(samples), self._counts[key]) for key, samples in self._samples.items()]
-        self._samples, self._counts = {}, {}
+        samples: dict[Kind, list[float]] = {}
+        counts: dict[Kind, int] = {}
+        for key, kind in self._kinds.items():  # groups of one size have kinds in common
+            samples.setdefault(kind, []).extend(self._samples[key])
+            counts[kind] = counts.get(kind, 0) + self._counts[key]
+        self._samples, self._counts, self._kinds = {}, {}, {}
+        medians = [(kind, median(seconds), counts[kind]) for kind, seconds in samples.items()]
         return sorted(medians, key=lambda entry: -entry[1] * entry[2])
 
 
