@@ -3,12 +3,16 @@
     python benchmarks/migrate.py [--models resnet50,vit_b_16,vgg16] [--optimizers sgd,adamw] [--ranks 2] [-o FILE]
     python benchmarks/migrate.py --pairs 2
 
-Real ranks, real weights and moments. For every change: bytes that the busiest process sends or receives, and the
-seconds that they take at the bandwidth of one message of 64 MiB between two of the ranks, measured in the same run; the
-seconds of the move itself, and of making the new plan's groups and modules, which any way of moving needs; the memory
-above the old state and the new that the move took at its peak (resident memory, as the kernel counts it). Beside it, in
-the same run: full weights and moments gathered on every rank and cut again (not where a rank idles, whom nobody then
-tells), and written to a file and read back.
+Real ranks, real weights and moments. For every change:
+
+* the bytes that the busiest process sends or receives, and the seconds that they take at the bandwidth of one message
+  of 64 MiB between two of the ranks, measured in the same run;
+* the same with the seconds in which all processes write that much optimizer state into new memory, measured alike;
+* the seconds of the move, and of making the new plan's groups and modules, which any way of moving needs;
+* the memory above the old state and the new that the move took at its peak (resident memory, as the kernel counts it).
+
+Beside it, in the same run: full weights and moments gathered on every rank and cut again (not where a rank idles, whom
+nobody then tells), and written to a file and read back.
 
 ``--pairs N`` goes from every plan that ``planner_tests/test_migration.py`` knows for N processes to every other, in
 float64 at learning rate 0, and says where a bit changed.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -127,6 +132,15 @@ def _bandwidth(votes: Votes) -> float:
     return best
 
 
+def _first_writes(votes: Votes) -> float:
+    """Bytes per second at which every process at once writes memory that it did not have before, the median of five."""
+    found = []
+    for _ in range(5):
+        give_back_freed_memory()
+        found.append(_timed(votes, lambda: torch.empty(128 * MIB, dtype=torch.uint8).fill_(1))[1])
+    return 128 * MIB / statistics.median(found)
+
+
 def _timed(votes: Votes, action: Any) -> tuple[Any, float]:
     """What ``action`` gives, and how long the slowest process takes for it."""
     votes.gather([0.0])
@@ -162,7 +176,7 @@ def _through_file(old: Worker, new: Worker, folder: str, votes: Votes) -> None:
 def measure(rank: int, name: str, optimizer: str, ranks: int, folder: str) -> list[dict[str, Any]]:
     """All changes of one model; figures of the slowest or busiest process, the same on all."""
     votes, known, found = Votes(300), plans(name, ranks, optimizer), []
-    bandwidth, template = _bandwidth(votes), None
+    bandwidth, first_writes, template = _bandwidth(votes), _first_writes(votes), None
     for before, after in CHANGES:
         old = worker_of(known[before], rank, votes, template)
         template = old.model.template
@@ -183,17 +197,21 @@ def measure(rank: int, name: str, optimizer: str, ranks: int, folder: str) -> li
         _forget_peak()
         resident = _memory("VmRSS")
         moved, seconds = _timed(votes, moving)
-        state = sum(p.tensor.nbytes for p in parts_of(new.model, new.optimizer) if "/" in p.name)
-        extra = _memory("VmHWM") - resident - state  # moments are new memory, weights were there
+        held = {p.tensor.data_ptr() for p in parts_of(old.model, old.optimizer)}
+        moments = [p.tensor for p in parts_of(new.model, new.optimizer) if "/" in p.name]
+        state = sum(t.nbytes for t in moments if t.data_ptr() not in held)
+        extra = _memory("VmHWM") - resident - state  # weights were there
         everything, gather_s = 0, 0.0
         if known[before].num_ranks == known[after].num_ranks:
             everything, gather_s = _timed(votes, lambda old=old, new=new: _gather_all(old, new))
         _, file_s = _timed(votes, lambda old=old, new=new: _through_file(old, new, folder, votes))
-        told = votes.gather([moved.sent_bytes, moved.received_bytes, moved.copied_bytes, extra, everything])
+        told = votes.gather([moved.sent_bytes, moved.received_bytes, moved.copied_bytes, extra, everything, state])
         busiest = max(max(r[0], r[1]) for r in told)
         record = {
             "model": name, "optimizer": optimizer, "ranks": ranks, "from": before, "to": after, "bytes": busiest,
             "copied_bytes": max(r[2] for r in told), "bandwidth": bandwidth, "bound_s": busiest / bandwidth,
+            "new_bytes": max(r[5] for r in told), "first_writes": first_writes,
+            "floor_s": max(max(r[0], r[1]) / bandwidth + r[5] / first_writes for r in told),
             "move_s": seconds, "build_s": build_s, "extra_bytes": max(r[3] for r in told),
             "gather_all_bytes": max(r[4] for r in told), "gather_all_s": gather_s, "file_s": file_s,
         }  # fmt: skip
@@ -211,7 +229,7 @@ def _say(r: dict[str, Any]) -> None:
     gathered = f"{r['gather_all_bytes'] / MIB:7.1f} MiB  {r['gather_all_s']:6.3f} s" if r["gather_all_s"] else ""
     print(
         f"{r['model']:10} {r['optimizer']:5} {r['from']:>8} to {r['to']:8}  {r['bytes'] / MIB:7.1f} MiB  "
-        f"{r['bound_s']:6.3f} s  {r['move_s']:6.3f} s  {r['build_s']:6.2f} s  "
+        f"{r['bound_s']:6.3f} s  {r['floor_s']:6.3f} s  {r['move_s']:6.3f} s  {r['build_s']:6.2f} s  "
         f"{max(0, r['extra_bytes']) / MIB:6.1f} MiB  {gathered:21}  {r['file_s']:6.3f} s",
         flush=True,
     )
@@ -246,8 +264,8 @@ def main() -> None:
     if args.pairs:
         sys.exit(1 if _all_pairs(args.pairs) else 0)
     print(
-        f"{'model':10} {'optim.':6} {'change':>18}  {'bytes':>12}  {'at best':>8}  {'moved':>8}  {'built':>8}  "
-        f"{'memory':>10}  {'gather-all':>21}  {'by file':>8}"
+        f"{'model':10} {'optim.':6} {'change':>18}  {'bytes':>12}  {'at best':>8}  {'written':>8}  {'moved':>8}  "
+        f"{'built':>8}  {'memory':>10}  {'gather-all':>21}  {'by file':>8}"
     )
     records = []
     for name in args.models.split(","):
