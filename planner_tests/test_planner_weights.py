@@ -74,6 +74,41 @@ def test_no_weights_beat_the_bound_and_hardly_any_the_answer(number, speeds) -> 
     assert found.prediction.step_time_s <= best * 1.002
 
 
+@pytest.mark.parametrize("rooms", [None, (16, 16, 5, 5)], ids=["alike", "by device"])
+def test_no_division_that_fits_beats_the_bound_with_memory(rooms) -> None:
+    profile, cluster, rng = PROFILES[1], unlike(*EQUAL_PAIRS), random.Random(0)
+    asked = Request(gpus=4, global_batch=512, prefer_simple=False)
+    open_space = Prices(Space(profile, cluster, offered(), asked))
+    drawn = []
+    for _ in range(160):
+        whole = uniform(
+            rng.choice(("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid:d2t2")), open_space, rng.choice((1, 2))
+        )
+        ways = tuple(replace(w, checkpoint=rng.random() < 0.3) for w in whole.ways)
+        first = rng.randrange(1, 20)
+        weights = (first, first, rng.randrange(1, first + 1), 0)
+        drawn.append(reweighted(replace(whole, ways=ways), (*weights[:3], weights[2])))
+    peaks = sorted(open_space.of(c).peak.total for c in drawn)
+    bounds = []
+    for share in (0.05, 0.2, 0.5):
+        limit = peaks[int(share * len(peaks))] / peaks[-1]
+        if rooms is None:
+            used, request = cluster, replace(asked, memory_bytes=int(limit * peaks[-1] * 1.1) + (2 << 30))
+        else:
+            devices = tuple(
+                replace(d, memory_bytes=int(limit * peaks[-1] * 1.1 * room / 8) + (2 << 30))
+                for d, room in zip(cluster.devices, (*rooms, *(8,) * 4), strict=True)
+            )
+            used, request = replace(cluster, devices=devices), asked
+        prices = Prices(Space(profile, used, offered(), request))
+        bounds.append(free_bound(prices, anything) / MS)
+        times = [prices.of(c).cost.total_s for c in drawn if prices.fits(c)]
+        assert times
+        assert bounds[-1] <= min(times) * (1 + 1e-9)
+    assert bounds[0] > bounds[-1] * 1.001, "memory raises it"
+    assert bounds == sorted(bounds, reverse=True)
+
+
 @pytest.mark.parametrize(
     ("cluster", "number"),
     some(product(["t4-pcie-4", "a100-nvlink-8"], (0, 1)), [("t4-pcie-4", 0), ("a100-nvlink-8", 1)]),

@@ -18,7 +18,6 @@ from asa.planner.pipeline.practice import FINE, quickest
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, divisors
-from asa.planner.stage.floor import LimitedStages
 
 _STEPS = 24
 """Most weights tried for a stage with devices of two speeds, besides equal ones and those in proportion to speed."""
@@ -132,10 +131,6 @@ class KindSpace(StagedSpace):
     def hop(self, offset: int) -> int:
         """Level of the link in front of the rank at that offset."""
         return super().hop(self.first(offset))
-
-    def limited(self, width: int, num_microbatches: int, in_flight: Sequence[int]) -> list[LimitedStages]:
-        """None: with unequal devices no quick bound is known."""
-        return []
 
     def example(self, width: int) -> int:
         """First rank from which as many devices of the stage's kind follow as the stage has."""

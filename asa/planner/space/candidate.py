@@ -310,6 +310,12 @@ class Prices:
             self._computes[key] = np.where(self._splits[tensor], seconds, np.inf)
         return self._computes[key]
 
+    def repeated(self, samples: int, tensor: int) -> np.ndarray:
+        """For each component, the share of forward in the seconds of :meth:`compute_on`."""
+        forward, backward = self._times.passes(samples, tensor)
+        share: np.ndarray = forward / np.maximum(forward + backward, np.finfo(float).tiny)
+        return share
+
     def capacity(self, candidate: Candidate) -> float:
         """Bytes of active memory that a rank of ``candidate`` may use."""
         return self.space.capacity(self.busy(candidate))

@@ -102,20 +102,20 @@ class LimitedStages:
 
 
 def limited_stages(
-    prices: Prices, width: int, num_microbatches: int, busy: int, allowed: Allowed, in_flight: Sequence[int]
+    prices: Prices, ranks: range, num_microbatches: int, busy: int, allowed: Allowed, in_flight: Sequence[int]
 ) -> list[LimitedStages]:
-    """Bounds on stages of that width that hold the activations of so many microbatches, one for each number
-    ``in_flight``: without memory and, where it may bind, at several prices of memory (:func:`rates`). Empty where some
-    component cannot run."""
-    m, space = num_microbatches, prices.space
-    pricer = prices.pricer(width, m, busy)
+    """Bounds on stages of such ``ranks``, while ``busy`` ranks work, that hold the activations of so many microbatches,
+    one for each number ``in_flight``: without memory and, where it may bind, at several prices of memory
+    (:func:`rates`). Empty where some component cannot run."""
+    m, space, width = num_microbatches, prices.space, len(ranks)
+    pricer = prices.pricer(width, m, busy, ranks.start)
     menu, offered, which, begin = _offered(prices, pricer, allowed)
     if len(begin) < len(prices.fewest):
         return []
     which = which[menu.first[which]]  # a component is priced for all that are equal
     place = np.unique(menu.twin, return_inverse=True)[1]
     begin, count = begins(menu.component[which]), np.bincount(place)
-    x, capacity = menu.priced(pricer, which), space.room(0, width, busy) / GIB
+    x, capacity = menu.priced(pricer, which), space.room(ranks.start, width, busy) / GIB
     held = x.state + max(in_flight) * x.activations + x.gradients
     may_bind = (np.maximum.reduceat(held, begin) @ count + x.transient.max()) / GIB > capacity
     if may_bind:
