@@ -19,10 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.menu import PricedWays
-from asa.cost.pricing import Pricer
-from asa.ir.cluster import Overlap
-from asa.ir.layout import Layout
 from asa.planner import clock
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, layouts
@@ -102,16 +98,12 @@ class _Stage:
             return [(0.0, float(self.samples))]
         low, high = between
         middle = (low + high) / 2
-        narrow = self._prices.space.by_tokens or high - low <= max(1.0, _NARROW * high)
-        return [] if narrow else [(low, middle), (middle, high)]
+        return [] if high - low <= max(1.0, _NARROW * high) else [(low, middle), (middle, high)]
 
     def bound(self, between: tuple[float, float]) -> float:
         """The bound where the first devices have between so many samples together: compute, what is paid once, traffic
         between layouts, and memory."""
-        if self._prices.space.by_tokens:
-            step_s = self._least_s + _least_once(self._prices, self._pricer, self._allowed, self._some)
-            return float(step_s.min(axis=0).sum())
-        if not self._between_s:
+        if between == (0.0, float(self.samples)):
             self._collect()
         # which of them a run of ranks has is rounded to a sample
         rows, other_rows, seconds = self._divided(between[0] - self._runs, between[1] + self._runs)
@@ -167,14 +159,19 @@ class _Stage:
         self._begin = begins(cells[self._order])
         self._cells = cells[self._order][self._begin]
         # what a way takes beyond the cheapest with the same compute does not depend on the division
-        both, alike = x.forward + x.backward, 2 * cells + self._again
-        least = np.full(2 * self._least_s.size, INF)
+        both, alike = x.forward + x.backward, (n * menu.layout[which] + self._component) * 2 + self._again
+        least = np.full(2 * n * len(menu.layouts), INF)
         np.minimum.at(least, alike, both)
-        self._more_s = m * (both - least[alike]) + _once(x, self._prices.space.cluster.overlap)
+        overlap = self._prices.space.cluster.overlap
+        once = x.once + (x.prompt + x.late) * (1 - overlap.communication_slowdown * overlap.saving)
+        self._more_s = m * (both - least[alike]) + np.maximum(0.0, once)  # what no backward hides
         even = np.array([pricer.shards.largest(y) for y in some])
         self._state, self._each = x.least_state, x.activations / even[self._layout]
         self._tables = {t: _by_samples(self._prices, t, self.samples) for t in {y.tensor for y in some}}
         self._repeated = np.stack([self._tables[y.tensor][2] for y in some])
+        if self._prices.space.by_tokens:  # other layouts lie between these
+            self._between_s, self._repeated = [np.zeros((len(some), len(some)))] * (n - 1), 0.0 * self._repeated
+            return
         # uneven shards send more between layouts, because the largest has more than an even one
         for size, ends in pricer.states.forms[1:n]:
             between = pricer.states.between(ends, some, some)
@@ -215,20 +212,3 @@ def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) 
         enough = covered >= samples
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return np.where(can, low, INF)
-
-
-def _least_once(prices: Prices, pricer: Pricer, allowed: Allowed, some: Sequence[Layout]) -> Any:
-    """The least seconds per step that no backward hides, for each component, by layout."""
-    overlap, menu = prices.space.cluster.overlap, prices.menu(pricer, allowed)
-    which = np.arange(len(menu.component))
-    x = menu.priced(pricer, which)
-    least = np.full((len(some), len(prices.space.profile.graph)), INF)
-    number_of = np.array([some.index(replace(y, weights=(), sequence=False)) for y in menu.layouts])
-    at = (number_of[menu.layout[which]], menu.component[which])
-    np.minimum.at(least, at, _once(x, overlap))
-    return least
-
-
-def _once(x: PricedWays, overlap: Overlap) -> Any:
-    """The least seconds per step of each way that no backward hides."""
-    return np.maximum(0.0, x.once + (x.prompt + x.late) * (1 - overlap.communication_slowdown * overlap.saving))
