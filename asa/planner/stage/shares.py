@@ -44,9 +44,9 @@ def free_bound(prices: Prices, allowed: Allowed, ends: float = INF, enough: floa
     if not space.cluster.unequal or not space.request.uneven:
         return INF
     some = [w for w in space.single_widths() if len(set(space.cluster.speeds(range(w)) or (1.0,))) > 1]
-    queue: list[tuple[float, int, _Stage, tuple[float, float] | None]] = []
+    queue: list[tuple[float, int, _DividedStage, tuple[float, float] | None]] = []
     for number, (w, m) in enumerate(product(some, space.microbatches())):
-        stage = _Stage(prices, allowed, w, m)
+        stage = _DividedStage(prices, allowed, w, m)
         queue.append((stage.compute_alone(), number, stage, None))
     heapq.heapify(queue)
     while queue:
@@ -59,7 +59,7 @@ def free_bound(prices: Prices, allowed: Allowed, ends: float = INF, enough: floa
     return INF
 
 
-class _Stage:
+class _DividedStage:
     """Lower bounds in seconds on stages of one width and number of microbatches, by the samples of a microbatch that
     the devices like the first one have together.
 
