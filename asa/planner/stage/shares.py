@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.ir.layout import Layout
 from asa.planner import clock
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, layouts
@@ -31,6 +32,8 @@ _POINTS = 192
 _HALVINGS = 26
 _NARROW = 1 / 512
 """Width of a range of samples, as a share of them, that is not halved any more."""
+_PIVOTS = 4
+"""Number of components, spread over the chain, in whose backward memory is bounded."""
 _PRICES, _FINER = 16, 8
 _LOWEST, _HIGHEST = 1e-3, 1e2
 """Numbers of prices of memory, and their range in units of a step's time over the capacity; then around the best."""
@@ -107,18 +110,23 @@ class _DividedStage:
             self._collect()
         # which of them a run of ranks has is rounded to a sample
         rows, other_rows, seconds = self._divided(between[0] - self._runs, between[1] + self._runs)
-        at = (self._layout, self._component)
-        slower = seconds[at] * (1 + self._again * self._repeated[at]) + self._more_s
+        sides = seconds[self._layout, self._component] * self._passes + self._more_s
         best, prices = 0.0, np.geomspace(_LOWEST, _HIGHEST, _PRICES) * self.compute_alone()
-        for each_rows, room in ((rows, self._room[0]), (other_rows, self._room[1])):
-            held = self._state + self._each * each_rows[self._layout]
+        kinds = (rows, self._room[0]), (other_rows, self._room[1])
+        for side, (each_rows, room), pivot in product(sides, kinds, self._pivots):
+            # held in the backward of the component ``pivot``: by components in front of it, by itself, and behind it
+            shard = each_rows[self._layout]
+            forward = self._state + self._each * shard
+            moving = self._gradients + self._transient * np.minimum(1.0, shard / self._even)
+            held = np.stack([forward, forward + moving, self._state + self._gradients])
+            where = np.sign(np.arange(len(self._twin)) - pivot) + 1
             price = np.r_[0.0, prices / max(1.0, room)]
             for _ in range(2):
-                cost = np.full((len(price), self._least_s.size), INF)
-                each = (slower + price[:, None] * held)[:, self._order]
-                cost[:, self._cells] = np.minimum.reduceat(each, self._begin, axis=1)
-                steps = cost.reshape(len(price), *self._least_s.shape)[:, :, self._twin]
-                bounds = _through(steps, self._between_s) - price * room
+                cost = np.full((len(price), 3, self._least_s.size), INF)
+                each = (side + price[:, None, None] * held)[:, :, self._order]
+                cost[:, :, self._cells] = np.minimum.reduceat(each, self._begin, axis=2)
+                steps = cost.reshape(len(price), 3, *self._least_s.shape)[:, where, :, self._twin]
+                bounds = _through(np.moveaxis(steps, 0, -1), self._between_s) - price * room
                 top = int(bounds.argmax())
                 best = max(best, float(bounds[top]))
                 if not top:
@@ -131,18 +139,22 @@ class _DividedStage:
         and the least seconds of each component."""
         rows, other_rows, seconds = np.ones(len(self._some)), np.ones(len(self._some)), self._least_s.copy()
         for k, y in enumerate(self._some):
-            holders = len({r // y.inner for r in self._members})
-            if holders * y.inner != len(self._members) or y.data > self.samples:
+            if y.data > self.samples:
                 continue
+            holders = Counter(r // y.inner for r in self._members)
+            others = Counter(r // y.inner for r in self._others)
             grid, table, _ = self._tables[y.tensor]
-            rows[k] = max(1.0, low / holders)
-            own = table[np.searchsorted(grid, math.ceil(rows[k] - 1e-9), side="right") - 1]
-            longest = own / min(self._speeds[r] for r in self._members)
-            if rest := y.data - holders:
-                other_rows[k] = max(1.0, (self.samples - high) / rest)
-                theirs = table[np.searchsorted(grid, math.ceil(other_rows[k] - 1e-9), side="right") - 1]
-                longest = np.maximum(longest, theirs / max(self._speeds[r] for r in self._others))
-            seconds[k] = np.maximum(seconds[k], self._m * self._pricer.slow * longest)
+
+            def longest(each: float, shards: Counter[int], grid: Any = grid, table: Any = table, y: Layout = y) -> Any:
+                speed = max(min(self._speeds[i * y.inner : (i + 1) * y.inner]) for i in shards)
+                return table[np.searchsorted(grid, math.ceil(each - 1e-9), side="right") - 1] / speed
+
+            least = longest(max(1.0, low / len(holders)), holders)
+            rows[k] = max(1.0, low * min(holders.values()) / len(self._members))
+            if others:
+                least = np.maximum(least, longest(max(1.0, (self.samples - high) / len(others)), others))
+                other_rows[k] = max(1.0, (self.samples - high) * min(others.values()) / len(self._others))
+            seconds[k] = np.maximum(seconds[k], self._m * self._pricer.slow * least)
         return rows, other_rows, seconds
 
     def _collect(self) -> None:
@@ -158,25 +170,41 @@ class _DividedStage:
         self._order = np.argsort(cells, kind="stable")
         self._begin = begins(cells[self._order])
         self._cells = cells[self._order][self._begin]
-        # what a way takes beyond the cheapest with the same compute does not depend on the division
-        both, alike = x.forward + x.backward, (n * menu.layout[which] + self._component) * 2 + self._again
-        least = np.full(2 * n * len(menu.layouts), INF)
-        np.minimum.at(least, alike, both)
-        overlap = self._prices.space.cluster.overlap
-        once = x.once + (x.prompt + x.late) * (1 - overlap.communication_slowdown * overlap.saving)
-        self._more_s = m * (both - least[alike]) + np.maximum(0.0, once)  # what no backward hides
-        even = np.array([pricer.shards.largest(y) for y in some])
-        self._state, self._each = x.least_state, x.activations / even[self._layout]
+        self._even = np.array([pricer.shards.largest(y) for y in some])[self._layout]
+        self._state, self._each = x.least_state, x.activations / self._even
+        self._gradients, self._transient = x.gradients, x.least_transient
+        self._pivots = sorted({n * k // (_PIVOTS - 1) for k in range(_PIVOTS - 1)} | {n - 1})
         self._tables = {t: _by_samples(self._prices, t, self.samples) for t in {y.tensor for y in some}}
-        self._repeated = np.stack([self._tables[y.tensor][2] for y in some])
+        # where as much as can be of the last backward, or of the synchronisation, is hidden: sums of either are bounds
+        overlap, sync = self._prices.space.cluster.overlap, x.prompt + x.late
+        saving = max(0.0, overlap.saving)
+        share = np.stack([self._tables[y.tensor][2] for y in some])[self._layout, self._component]
+        window = saving * overlap.compute_slowdown / m * np.where(self._again, 1.0, 1.0 - share)
+        passes = 1 + self._again * share
+        self._passes = np.stack([passes - window, passes])
+        late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)
+        blocked = np.maximum(0.0, x.forward + x.backward - self._compute_alike())
+        more_s = late if self._prices.space.by_tokens else m * blocked + late
+        self._more_s = np.stack([more_s, more_s - saving * overlap.communication_slowdown * sync])
         if self._prices.space.by_tokens:  # other layouts lie between these
-            self._between_s, self._repeated = [np.zeros((len(some), len(some)))] * (n - 1), 0.0 * self._repeated
+            self._between_s = [np.zeros((len(some), len(some)))] * (n - 1)
             return
         # uneven shards send more between layouts, because the largest has more than an even one
         for size, ends in pricer.states.forms[1:n]:
             between = pricer.states.between(ends, some, some)
             sent = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
             self._between_s.append(m * (sent.forward + sent.backward).reshape(len(some), -1))
+
+    def _compute_alike(self) -> Any:
+        """Seconds of compute of a microbatch that is divided evenly, for each way. What a way takes beyond it, such as
+        collectives, is no less with another division."""
+        prices, seconds = self._prices, np.zeros((2, *self._least_s.shape))
+        for k, y in enumerate(self._some):
+            if y.data <= self.samples:
+                samples = self._pricer.shards.largest(y)
+                compute = prices.compute_on(samples, y.tensor) * self._pricer.slow / min(self._speeds)
+                seconds[:, k] = compute, compute * (1 + prices.repeated(samples, y.tensor))
+        return seconds[self._again.astype(int), self._layout, self._component]
 
 
 def _through(step_s: Any, between_s: Sequence[Any]) -> Any:
