@@ -92,7 +92,8 @@ def search(
     ends = started + time_limit_s - polish_s
     outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
     # Only some batch weights of unequal devices are searched; this bound holds for all of them.
-    free_s = free_bound(prices, allowed, started + time_limit_s, outcome.lower_bound_s * MS) / MS
+    until = max(started + time_limit_s, clock.now() + polish_s)
+    free_s = free_bound(prices, allowed, until, outcome.lower_bound_s * MS) / MS
     outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_s))
     best_s = incumbent_s if outcome.best is None else prices.of(outcome.best).cost.total_s
     if outcome.lower_bound_s < best_s * (1 - budget.enough):  # where the search ended early, time is left

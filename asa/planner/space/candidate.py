@@ -310,6 +310,10 @@ class Prices:
             self._computes[key] = np.where(self._splits[tensor], seconds, np.inf)
         return self._computes[key]
 
+    def prepare_on(self, sizes: Sequence[int], tensor: int) -> None:
+        """Interpolate the times of :meth:`compute_on` for many numbers of samples at once."""
+        self._times.prepare(sizes, tensor)
+
     def repeated(self, samples: int, tensor: int) -> np.ndarray:
         """For each component, the share of forward in the seconds of :meth:`compute_on`."""
         forward, backward = self._times.passes(samples, tensor)

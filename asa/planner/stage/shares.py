@@ -12,8 +12,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,7 @@ from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import MS
 
 INF = float("inf")
+BySamples = Callable[[int, int], tuple[Any, Any, Any]]
 _POINTS = 192
 """Largest number of sample counts that are tried; between two of them the smaller one counts."""
 _HALVINGS = 26
@@ -48,8 +50,9 @@ def free_bound(prices: Prices, allowed: Allowed, ends: float = INF, enough: floa
         return INF
     some = [w for w in space.single_widths() if len(set(space.cluster.speeds(range(w)) or (1.0,))) > 1]
     queue: list[tuple[float, int, _DividedStage, tuple[float, float] | None]] = []
+    by_samples = cache(partial(_by_samples, prices))
     for number, (w, m) in enumerate(product(some, space.microbatches())):
-        stage = _DividedStage(prices, allowed, w, m)
+        stage = _DividedStage(prices, allowed, w, m, by_samples)
         queue.append((stage.compute_alone(), number, stage, None))
     heapq.heapify(queue)
     while queue:
@@ -71,7 +74,7 @@ class _DividedStage:
     which a shard has devices of both, each component takes the least time of any division.
     """
 
-    def __init__(self, prices: Prices, allowed: Allowed, width: int, m: int) -> None:
+    def __init__(self, prices: Prices, allowed: Allowed, width: int, m: int, by_samples: BySamples) -> None:
         space = prices.space
         self._prices, self._allowed, self._m = prices, allowed, m
         self._pricer, self._some = prices.pricer(width, m), layouts(width)
@@ -87,7 +90,8 @@ class _DividedStage:
         for k, layout in enumerate(self._some):
             if layout.data <= self.samples:
                 shards = Counter(min(self._speeds[i : i + layout.inner]) for i in range(0, width, layout.inner))
-                self._least_s[k] = _longest(prices, layout.tensor, self.samples, shards)
+                self._least_s[k] = _longest(*by_samples(layout.tensor, self.samples)[:2], self.samples, shards)
+        self._by_samples = by_samples
         self._least_s *= m * self._pricer.slow
         self._between_s: list[Any] = []
 
@@ -174,7 +178,7 @@ class _DividedStage:
         self._state, self._each = x.least_state, x.activations / self._even
         self._gradients, self._transient = x.gradients, x.least_transient
         self._pivots = sorted({n * k // (_PIVOTS - 1) for k in range(_PIVOTS - 1)} | {n - 1})
-        self._tables = {t: _by_samples(self._prices, t, self.samples) for t in {y.tensor for y in some}}
+        self._tables = {t: self._by_samples(t, self.samples) for t in {y.tensor for y in some}}
         # where as much as can be of the last backward, or of the synchronisation, is hidden: sums of either are bounds
         overlap, sync = self._prices.space.cluster.overlap, x.prompt + x.late
         saving = max(0.0, overlap.saving)
@@ -219,14 +223,15 @@ def _by_samples(prices: Prices, tensor: int, samples: int) -> tuple[Any, Any, An
     """Numbers of samples of a shard; for each, seconds of the components with as many samples or more; and the least
     share of forward in them."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
+    prices.prepare_on(grid.tolist(), tensor)
     seconds = np.stack([prices.compute_on(int(n), tensor) for n in grid])
     repeated = np.stack([prices.repeated(int(n), tensor) for n in grid]).min(axis=0)
     return grid, np.minimum.accumulate(seconds[::-1])[::-1], repeated
 
 
-def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
-    """The least seconds, for each component, of the slowest shard in forward and backward of ``samples`` samples."""
-    grid, seconds, _ = _by_samples(prices, tensor, samples)
+def _longest(grid: Any, seconds: Any, samples: int, shards: Counter[float]) -> Any:
+    """The least seconds, for each component, of the slowest shard in forward and backward of ``samples`` samples.
+    Other arguments as :func:`_by_samples` returns them."""
     beyond = np.r_[grid[1:] - 1, samples]
     low, high = seconds[0] / min(shards), seconds[-1] / min(shards)  # each shard has at least one sample
     can = np.isfinite(high)
