@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from asa.executor.model.state import LocalTensor, counted_on_device, local_tenso
 from asa.executor.model.votes import Votes
 from asa.ir.region import Box, Region, as_region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
-from asa.sharding.split.local_parts import as_held, local
+from asa.sharding.split.local_parts import as_held, local, state_memory
 
 BUCKET_BYTES = 8 * MIB
 """Largest number of bytes that one process sends another at a time, unless a single row is longer. A migration needs
@@ -239,7 +240,7 @@ def _memory_for(
     one: _Tensor, region: Region, items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer, held: Part | None
 ) -> Tensor:
     """Memory for ``region``: the parameter or buffer itself; for optimizer state what this rank ``held`` of it, if that
-    is the same region on the same device, otherwise a new tensor."""
+    is the same region on the same device with the same strides, otherwise a new tensor."""
     if one.name in items:
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
@@ -247,9 +248,11 @@ def _memory_for(
     has_steps = id(parameter) in counted_on_device(optimizer)
     on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or has_steps)
     device = torch.device("cpu") if on_host else local(parameter).device
-    if held is not None and (held.region, held.tensor.device) == (region, device):
+    made = partial(state_memory, parameter) if one.follows else partial(torch.empty, extent(region))
+    strides = made(dtype=one.dtype, device=torch.device("meta")).stride()
+    if held is not None and (held.region, held.tensor.device, held.tensor.stride()) == (region, device, strides):
         return held.tensor
-    return torch.empty(extent(region), dtype=one.dtype, device=device)
+    return made(dtype=one.dtype, device=device)
 
 
 def _install(targets: dict[str, Part], items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer) -> None:
