@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,31 @@ def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
     assert one[0] == "weights were corrupted on their way to the new plan; the old plan stays"
     assert one[1]
     assert one[2] == one[3]
+
+
+def _unreadable(rank: int, out: Path) -> tuple[str, bool]:
+    plans = _plans("blocks", 2)
+    run = _Run("blocks", plans[5], out)
+    run.train()
+    before, new = run.state(), run.made(plans[1])
+    parts = parts_of(run.worker.model, run.worker.optimizer)
+    if rank == 1:
+        parts = [replace(part, tensor=part.tensor.to("meta")) for part in parts]
+    with pytest.raises(WorkersFailedError) as caught:
+        move(parts, target_parts(new.model), new.model, new.optimizer, run.votes)
+    new.model.close()
+    same = run.state() == before
+    run.train()
+    run.go(plans[1])
+    return str(caught.value), same
+
+
+def test_a_rank_that_fails_in_the_middle_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
+    _plans("blocks", 2)
+    one, two = run_ranks(2, _unreadable, tmp_path, threads=1, timeout_s=120)
+    assert one == two
+    assert one[0].startswith("rank 1 failed with NotImplementedError")
+    assert one[1]
 
 
 def _not_alike(run: _Run) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -289,17 +290,27 @@ class _Mover:
         self._before, self._after = before, after
         self._sent_checksums: dict[int, list[int]] = {}
         self._received_checksums: dict[int, list[int]] = {}
+        self._error: Exception | None = None
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Keep the first error of what this process does alone, until the others have its messages."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
 
     def carry(self, plan: list[_Transfer]) -> Traffic:
         """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
             WorkersFailedError: the checksum of a received bucket differs from the sender's (on the receiving process).
+            Exception: this process could not read or write a part (on this process, when all messages are delivered).
         """
         began, me = time.perf_counter(), self._votes.rank
         copied = sent = received = buckets = 0
-        for one in plan:
-            if one.source == one.target == me:
+        with self._own_work():
+            for one in (one for one in plan if one.source == one.target == me):
                 source, target = self._source_view(one), self._target_view(one)
                 if source.data_ptr() != target.data_ptr():
                     target.copy_(source)
@@ -319,6 +330,8 @@ class _Mover:
             buckets += (out is not None) + (into is not None)
         self._finish(pending)
         self._compare_checksums()
+        if self._error is not None:
+            raise self._error
         return Traffic(sent, received, copied, buckets, time.perf_counter() - began)
 
     def _finish(self, pending: _PendingRound | None) -> None:
@@ -332,8 +345,9 @@ class _Mover:
             pending.coming.wait()
             self._received_checksums.setdefault(pending.into[0].source, []).append(_checksum(pending.room))
             if self._direct(self._target_view, pending.into) is None:
-                for one, part in self._entries(pending.into, pending.room):
-                    self._target_view(one).copy_(part)
+                with self._own_work():
+                    for one, part in self._entries(pending.into, pending.room):
+                        self._target_view(one).copy_(part)
         if pending.going is not None:
             pending.going.wait()
 
@@ -367,8 +381,9 @@ class _Mover:
         if direct is not None:
             return direct
         flat = torch.empty(_length(bucket), dtype=torch.uint8)
-        for one, part in self._entries(bucket, flat):
-            part.copy_(self._source_view(one))
+        with self._own_work():
+            for one, part in self._entries(bucket, flat):
+                part.copy_(self._source_view(one))
         return flat
 
     def _room(self, bucket: list[_Transfer]) -> Tensor:
