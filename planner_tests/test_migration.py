@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from asa.errors import WorkersFailedError
 from asa.executor.model.materialize import materialize
-from asa.executor.model.state import full_optimizer_state, full_state
+from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state
 from asa.executor.model.step import played
 from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
@@ -99,11 +100,11 @@ class _Unknown(TracedTemplate):
 class _Run:
     """A worker that goes from plan to plan in float64, at learning rate 0."""
 
-    def __init__(self, name: str, placed: Placed, out: Path) -> None:
+    def __init__(self, name: str, placed: Placed, out: Path, form: Any = torch.preserve_format) -> None:
         self.votes = Votes(120)
         self.model = copy.deepcopy(_traced(name))
         for component in self.model.components:
-            component.to(torch.float64)
+            component.to(torch.float64, memory_format=form)
             component.input_dtype = torch.float64
         self.step = 0
         settings = TrainSettings(out=str(out))
@@ -281,6 +282,63 @@ def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
     assert one[0] == "weights were corrupted on their way to the new plan; the old plan stays"
     assert one[1]
     assert one[2] == one[3]
+
+
+def _unreadable(rank: int, out: Path) -> tuple[str, bool]:
+    plans = _plans("blocks", 2)
+    run = _Run("blocks", plans[5], out)
+    run.train()
+    before, new = run.state(), run.made(plans[1])
+    parts = parts_of(run.worker.model, run.worker.optimizer)
+    if rank == 1:
+        parts = [replace(part, tensor=part.tensor.to("meta")) for part in parts]
+    with pytest.raises(WorkersFailedError) as caught:
+        move(parts, target_parts(new.model), new.model, new.optimizer, run.votes)
+    new.model.close()
+    same = run.state() == before
+    run.train()
+    run.go(plans[1])
+    return str(caught.value), same
+
+
+def test_a_rank_that_fails_in_the_middle_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
+    _plans("blocks", 2)
+    one, two = run_ranks(2, _unreadable, tmp_path, threads=1, timeout_s=120)
+    assert one == two
+    assert one[0].startswith("rank 1 failed with NotImplementedError")
+    assert one[1]
+
+
+def _not_alike(run: _Run) -> list[Any]:
+    """Strides of parameters and of their state along dimensions with several indices, where these differ."""
+
+    def strides_of(tensor: Tensor) -> list[int]:
+        return [stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1]
+
+    state = run.worker.optimizer.state.items()
+    strides = [(strides_of(p), strides_of(v)) for p, entry in state for v in entry.values() if v.shape == p.shape]
+    assert strides
+    return [pair for pair in strides if pair[0] != pair[1]]
+
+
+def _strides(rank: int, out: Path) -> tuple[bool, list[Any]]:
+    plans = _plans("blocks", 2)
+    run = _Run("blocks", plans[1], out, torch.channels_last)
+    run.train()
+    found = _not_alike(run)
+    for stop in (1, 4, 1):
+        run.go(plans[stop])
+        found += _not_alike(run)
+        model, optimizer = run.worker.model, run.worker.optimizer
+        load_full_optimizer_state(model, optimizer, full_optimizer_state(model, optimizer))
+        found += _not_alike(run)
+    return any(not p.is_contiguous() for p in model.updated), found
+
+
+def test_state_is_strided_like_its_parameter(tmp_path: Path) -> None:
+    """Fused kernels on CPUs match elements by their position in memory."""
+    _plans("blocks", 2)
+    assert run_ranks(2, _strides, tmp_path, threads=1, timeout_s=120) == [(True, [])] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))

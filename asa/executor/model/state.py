@@ -21,7 +21,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.sharding.collectives.axis import Axis
 from asa.sharding.collectives.reads import reading
 from asa.sharding.layers.modules import ParameterShard, shards_of
-from asa.sharding.split.local_parts import as_held, local
+from asa.sharding.split.local_parts import as_held, local, state_memory
 
 _NOTHING = torch.empty(0)
 
@@ -211,5 +211,8 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
         if parameter is not item.tensor:
             value = local(value)
-        moved = value.to(parameter.device) if value.dim() or id(parameter) in on_device else value
-        optimizer.state[parameter][key] = moved.clone()
+        device = parameter.device if value.dim() or id(parameter) in on_device else value.device
+        if isinstance(value, DTensor) or value.shape != parameter.shape:
+            optimizer.state[parameter][key] = value.to(device, copy=True)
+        else:
+            optimizer.state[parameter][key] = state_memory(parameter, value.dtype, device).copy_(value)

@@ -28,8 +28,9 @@ class TracedTemplate:
     changed: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def copy(self) -> TracedModel:
-        """A new traced model on the CPU whose parameters are uninitialized. Buffers have the values of the template."""
-        return copied(self.traced, lambda p: torch.empty(p.shape, dtype=p.dtype))
+        """A new traced model on the CPU whose parameters are uninitialized, with the strides of the template's. Buffers
+        have the values of the template."""
+        return copied(self.traced, lambda p: torch.empty_like(p, device="cpu"))
 
 
 def without_weights(traced: TracedModel) -> TracedModel:

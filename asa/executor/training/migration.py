@@ -13,7 +13,9 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from asa.executor.model.state import LocalTensor, counted_on_device, local_tenso
 from asa.executor.model.votes import Votes
 from asa.ir.region import Box, Region, as_region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
-from asa.sharding.split.local_parts import as_held, local
+from asa.sharding.split.local_parts import as_held, local, state_memory
 
 BUCKET_BYTES = 8 * MIB
 """Largest number of bytes that one process sends another at a time, unless a single row is longer. A migration needs
@@ -239,7 +241,7 @@ def _memory_for(
     one: _Tensor, region: Region, items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer, held: Part | None
 ) -> Tensor:
     """Memory for ``region``: the parameter or buffer itself; for optimizer state what this rank ``held`` of it, if that
-    is the same region on the same device, otherwise a new tensor."""
+    is the same region on the same device with the same strides, otherwise a new tensor."""
     if one.name in items:
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
@@ -247,9 +249,11 @@ def _memory_for(
     has_steps = id(parameter) in counted_on_device(optimizer)
     on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or has_steps)
     device = torch.device("cpu") if on_host else local(parameter).device
-    if held is not None and (held.region, held.tensor.device) == (region, device):
+    made = partial(state_memory, parameter) if one.follows else partial(torch.empty, extent(region))
+    strides = made(dtype=one.dtype, device=torch.device("meta")).stride()
+    if held is not None and (held.region, held.tensor.device, held.tensor.stride()) == (region, device, strides):
         return held.tensor
-    return torch.empty(extent(region), dtype=one.dtype, device=device)
+    return made(dtype=one.dtype, device=device)
 
 
 def _install(targets: dict[str, Part], items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer) -> None:
@@ -286,17 +290,27 @@ class _Mover:
         self._before, self._after = before, after
         self._sent_checksums: dict[int, list[int]] = {}
         self._received_checksums: dict[int, list[int]] = {}
+        self._error: Exception | None = None
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Keep the first error of what this process does alone, until the others have its messages."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
 
     def carry(self, plan: list[_Transfer]) -> Traffic:
         """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
             WorkersFailedError: the checksum of a received bucket differs from the sender's (on the receiving process).
+            Exception: this process could not read or write a part (on this process, when all messages are delivered).
         """
         began, me = time.perf_counter(), self._votes.rank
         copied = sent = received = buckets = 0
-        for one in plan:
-            if one.source == one.target == me:
+        with self._own_work():
+            for one in (one for one in plan if one.source == one.target == me):
                 source, target = self._source_view(one), self._target_view(one)
                 if source.data_ptr() != target.data_ptr():
                     target.copy_(source)
@@ -316,6 +330,8 @@ class _Mover:
             buckets += (out is not None) + (into is not None)
         self._finish(pending)
         self._compare_checksums()
+        if self._error is not None:
+            raise self._error
         return Traffic(sent, received, copied, buckets, time.perf_counter() - began)
 
     def _finish(self, pending: _PendingRound | None) -> None:
@@ -329,8 +345,9 @@ class _Mover:
             pending.coming.wait()
             self._received_checksums.setdefault(pending.into[0].source, []).append(_checksum(pending.room))
             if self._direct(self._target_view, pending.into) is None:
-                for one, part in self._entries(pending.into, pending.room):
-                    self._target_view(one).copy_(part)
+                with self._own_work():
+                    for one, part in self._entries(pending.into, pending.room):
+                        self._target_view(one).copy_(part)
         if pending.going is not None:
             pending.going.wait()
 
@@ -364,8 +381,9 @@ class _Mover:
         if direct is not None:
             return direct
         flat = torch.empty(_length(bucket), dtype=torch.uint8)
-        for one, part in self._entries(bucket, flat):
-            part.copy_(self._source_view(one))
+        with self._own_work():
+            for one, part in self._entries(bucket, flat):
+                part.copy_(self._source_view(one))
         return flat
 
     def _room(self, bucket: list[_Transfer]) -> Tensor:

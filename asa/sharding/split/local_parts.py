@@ -22,6 +22,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def state_memory(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory for optimizer state of this rank's part of ``parameter``. It has the strides that the optimizer would
+    give it: fused kernels match elements of state and parameter by their position in memory."""
+    return torch.empty_like(local(parameter.detach()), dtype=dtype, device=device)
+
+
 def as_held(parameter: Tensor, value: Tensor) -> Tensor:
     """``value`` in the form and on the device of ``parameter``; ``value`` is state of this rank's part of it."""
     if isinstance(parameter, TensorPart):
