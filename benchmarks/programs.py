@@ -115,7 +115,7 @@ class Watched:
 
 BY_HAND = (
     "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
-    "copies", "varied", "fresh", "recipe", "around", "everyday",
+    "copies", "varied", "fresh", "recipe", "around", "everyday", "composed",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {

@@ -163,7 +163,8 @@ def test_sides_of_bends() -> None:
         (mean - 1).abs(): (0,), F.relu(mean + 1): (1,), mean.clamp(max=0.1): (1,), mean.clamp(min=-9, max=9): (0,),
         torch.maximum(mean, out.pow(2).mean()): (0,), torch.stack([mean, 3 * mean + 1]).max(): (1,),
         out.abs().mean(): (), F.relu(out[0].mean()) + F.relu(out[1].mean()): (), mean.square(): (),
-        sum(F.relu(row.mean()) for row in out): (),
+        sum(F.relu(row.mean()) for row in out): (), mean * (mean > 1): (0,), (mean < 1).double() * mean: (1,),
+        mean.masked_fill(mean < 1, 0.0): (1,), out.mul(out > 1).mean() * 1.0 * 1 * torch.tensor(0.5): (),
     }  # fmt: skip
     for loss, sides in losses.items():
         assert sides_of(loss, [out]) == sides  # type: ignore[arg-type]
