@@ -367,7 +367,8 @@ def _domains(net: Any, opt: Any, batches: Any) -> None:
 
 
 add("gradients reversed by a schedule, labels of the source only", _domains,
-    lambda: made(Domains(), normal(24, 8), torch.randint(3, (24,)), torch.arange(24).remainder(3).gt(0).double()))  # fmt: skip
+    lambda: made(Domains(), normal(24, 8), torch.randint(3, (24,)),
+                 torch.arange(24).remainder(3).gt(0).double()))  # fmt: skip
 
 
 # --- a metric with states, as torchmetrics does it, whose value decides the rate
