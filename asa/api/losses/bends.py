@@ -1,6 +1,6 @@
 """Where a loss bends a number of a whole batch: a mean whose absolute value is taken, that is clamped, of which the
-larger of two is taken, or that is multiplied by whether it is large. On one side of the bend, such a loss is a mean over
-samples; ranks may be on both."""
+larger of two is taken, or that is multiplied by whether it is large. On one side, such a loss is a mean over samples;
+ranks may be on both."""
 
 from __future__ import annotations
 
