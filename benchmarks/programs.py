@@ -67,6 +67,7 @@ NAMING = (
     "is not the model's own", "updates each parameter by itself",
     "leaves tensors with gradients in", "changes its inputs in place",
     "asks how many processes there are", "bends a mean", "ranks begin at other places",
+    "from a parameter of model.modules()",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 
@@ -115,7 +116,7 @@ class Watched:
 
 BY_HAND = (
     "loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public", "published",
-    "copies", "varied", "fresh", "recipe", "around", "everyday",
+    "copies", "varied", "fresh", "recipe", "around", "everyday", "composed",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {

@@ -163,7 +163,8 @@ def test_sides_of_bends() -> None:
         (mean - 1).abs(): (0,), F.relu(mean + 1): (1,), mean.clamp(max=0.1): (1,), mean.clamp(min=-9, max=9): (0,),
         torch.maximum(mean, out.pow(2).mean()): (0,), torch.stack([mean, 3 * mean + 1]).max(): (1,),
         out.abs().mean(): (), F.relu(out[0].mean()) + F.relu(out[1].mean()): (), mean.square(): (),
-        sum(F.relu(row.mean()) for row in out): (),
+        sum(F.relu(row.mean()) for row in out): (), mean * (mean > 1): (0,), (mean < 1).double() * mean: (1,),
+        mean.masked_fill(mean < 1, 0.0): (1,), out.mul(out > 1).mean() * 1.0 * 1 * torch.tensor(0.5): (),
     }  # fmt: skip
     for loss, sides in losses.items():
         assert sides_of(loss, [out]) == sides  # type: ignore[arg-type]
@@ -180,6 +181,24 @@ def test_ranks_on_different_sides_of_a_bend_are_told_of() -> None:
     ):
         assert any("on different sides of the bend" in line for line in flooded)
         assert not any("bend" in line for line in usual)
+
+
+def _orthogonal(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    weights = [m.weight for m in net.modules() if isinstance(m, nn.Linear)]
+    return F.cross_entropy(net(x), y) + 0.01 * sum((w @ w.T).square().sum() for w in weights)
+
+
+def _small(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    sizes = [p.square().sum() for n, p in net.named_parameters() if n.endswith("weight") and list(net.modules())]
+    return F.cross_entropy(net(x), y) + 0.01 * sum(sizes)
+
+
+def test_a_penalty_on_parts_of_weights_is_told_of() -> None:
+    programs = _program(Named, _orthogonal), _program(Named, _small)
+    cases = [(p, p.plan(name)) for p in programs for name in ("tensor", "ddp")]
+    for split, *others in run_ranks(2, heard_of, cases, threads=1, timeout_s=120):
+        assert sum("a parameter of model.modules()" in line for line in split) == 1
+        assert not any("a parameter of model.modules()" in line for told in others for line in told)
 
 
 class _OneRank:

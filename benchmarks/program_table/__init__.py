@@ -95,6 +95,7 @@ def table() -> dict[str, Program]:
     from benchmarks.program_table import (  # noqa: F401
         adversary,
         batches,
+        composed,
         copies,
         everyday,
         frameworks,

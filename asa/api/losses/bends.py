@@ -1,5 +1,6 @@
-"""Where a loss bends a number of a whole batch: a mean whose absolute value is taken, that is clamped, or of which the
-larger of two is taken. On one side of the bend, such a loss is a mean over samples; ranks may be on both."""
+"""Where a loss bends a number of a whole batch: a mean whose absolute value is taken, that is clamped, of which the
+larger of two is taken, or that is multiplied by whether it is large. On one side, such a loss is a mean over samples;
+ranks may be on both."""
 
 from __future__ import annotations
 
@@ -27,6 +28,18 @@ def _place(value: float, least: Any, most: Any) -> int:
     return int(most is not None and value > _number(most)) - int(least is not None and value < _number(least))
 
 
+def _factor(node: Any) -> int:
+    """The factor of a product that is a tensor of one 0 or 1, as ``loss > c`` is. A number of Python's (a weight that
+    has become 1) does not decide the type of a result."""
+    factor = node._saved_other if node._saved_self is None else node._saved_self
+    if factor is None or factor.dim() or factor.requires_grad:
+        raise ValueError("no single number")
+    narrow = torch.zeros((), dtype=torch.float16 if factor.is_floating_point() else torch.int8)
+    if factor.dtype not in (torch.bool, torch.result_type(factor, narrow)) or factor not in (0, 1):
+        raise ValueError("a weight")
+    return int(factor)
+
+
 def _largest(node: Any) -> int:
     if node.next_functions[0][0].name() not in ("StackBackward0", "CatBackward0"):
         raise ValueError("elements of a tensor")
@@ -48,6 +61,8 @@ _SIDES: dict[str, Callable[[Any], int]] = {
     "LeakyReluBackward0": lambda n: int(_number(n._saved_self) > 0),
     "ThresholdBackward0": lambda n: int(_number(n._saved_self) > _number(n._saved_threshold)),
     "HardtanhBackward0": lambda n: _place(_number(n._saved_self), n._saved_min_val, n._saved_max_val),
+    "MulBackward0": _factor,
+    "MaskedFillBackward0": lambda n: int(_number(n._saved_mask)),
     "HuberLossBackward0": lambda n: _place(
         _number(n._saved_self) - _number(n._saved_target), -n._saved_delta, n._saved_delta
     ),

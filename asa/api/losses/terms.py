@@ -28,6 +28,7 @@ from asa.api.rank_context import RankContext
 from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.api.steps.in_step import BACKWARD
 from asa.api.steps.registrations import watched_models
+from asa.api.tensors.parameter_tools import is_part
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 from asa.sharding.collectives import direct
@@ -135,6 +136,8 @@ _LINEAR = (*_PRODUCTS, *(f"{name}Backward" for name in ("Add", "Sub", "Neg", "St
 """Nodes of sums and of multiples, without the number at the end."""
 _GATHERED = "_ToTorchTensorBackward"
 """Name of the node at which ``full_tensor()`` makes a plain tensor of a sharded one."""
+_MADE_WHOLE = ("_ValueWithGradientBackward", "_WholeWithGradientBackward")
+"""Names of nodes below which a rank has a part of a tensor, and above which all ranks have the same."""
 
 
 def _smoothing(node: Any) -> list[Any]:
@@ -175,11 +178,15 @@ class LossGraph(NamedTuple):
     """On which sides of bends numbers of the batch are."""
     gathered: list[Any]
     """Nodes at which sharded tensors were made whole (``full_tensor()``) beside the outputs."""
+    bare: list[Tensor]
+    """Leaves beside the outputs that enter as this rank has them, and not as a part of a whole tensor."""
 
 
 def search_graph(roots: Iterable[Tensor]) -> LossGraph:
     """What the graph of ``roots`` contains outside of models."""
-    pending: deque[Any] = deque((r.grad_fn, None) for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
+    pending: deque[Any] = deque(
+        (r.grad_fn, None, False) for r in roots if isinstance(r, Tensor) and r.grad_fn is not None
+    )
     visited: set[Any] = set()
     calls: set[tuple[float, int]] = set()
     model: LearningModel | None = None
@@ -189,8 +196,9 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
     leaves: list[tuple[Any, int]] = []
     gathered: list[Any] = []
     bending: list[Any] = []
+    bare: list[Tensor] = []
     while pending and (len(visited) < _MOST_NODES or model is None):
-        node, call = pending.popleft()
+        node, call, whole = pending.popleft()
         if node is None or node in visited:
             continue
         visited.add(node)
@@ -210,10 +218,12 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
             related.setdefault(of, []).append(node)
         elif call is None and names[-1] == _GATHERED and _is_whole(node.dtensor_spec):
             gathered.append(node)
+        whole = whole or names[-1] in _MADE_WHOLE
         for i, (following, _) in enumerate(node.next_functions):
-            pending.append((following, call))
+            pending.append((following, call, whole))
             if call is None and hasattr(following, "variable"):
                 leaves.append((node, i))
+                bare += [] if whole else [following.variable]
     for term in terms if related else ():
         term.metadata[_RELATED] = related.get(term.next_functions[0][0], [])
     for term in terms:
@@ -223,7 +233,8 @@ def search_graph(roots: Iterable[Tensor]) -> LossGraph:
     if model is not None and len(calls) == 1:  # the model may have been called for something else since
         model.__dict__.update(zip(("mean_weight", "mean_rows"), *calls, strict=True))
     on = sides(bending, lambda node: _below([node], stop_at_outputs=True)) if bending else ()
-    return LossGraph(model, terms, hash((tuple(n for n in names if n != _FOLLOWED), on)), leaves, on, gathered)
+    form = hash((tuple(n for n in names if n != _FOLLOWED), on))
+    return LossGraph(model, terms, form, leaves, on, gathered, bare)
 
 
 def _is_whole(spec: Any) -> bool:
@@ -265,6 +276,18 @@ def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[A
         if of in ids or of in others:
             handles.append(node.register_hook((weigh if of in ids else average)(at)))
     return handles
+
+
+def _warn_of_parts(model: LearningModel, bare: list[Tensor]) -> None:
+    """Warn once if parameters that are ``bare`` in a loss are parts, got from a module of ``model.modules()``."""
+    if not model.__dict__.get("lent_parts") or not any(map(is_part, bare)):
+        return
+    model.__dict__["lent_parts"] = False
+    warnings.warn(
+        "the loss is computed from a parameter of model.modules(), of which this rank has a part: a norm, a mean or a "
+        "product of it is that of the part; use model.named_parameters(), whose tensors look whole",
+        stacklevel=4,
+    )
 
 
 def _times_at(factor: float) -> Callable[[int], Callable[[Any, Any], Any]]:
@@ -432,7 +455,7 @@ def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
                     "others to False, or plan with strategies=('ddp',)"
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            called, nodes, graph, leaves, on, gathered = search_graph(roots)
+            called, nodes, graph, leaves, on, gathered, bare = search_graph(roots)
         if called is None or called.terms is None:
             if called is None and any(isinstance(r, Watched) for r in roots):
                 _check_no_layers(roots)
@@ -445,6 +468,7 @@ def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
         with nullcontext() if called.in_step is None else called.in_step.together(BACKWARD):
             after = called.terms.before(nodes, called.mean_weight, called.mean_rows)
             beside = [*_weigh_beside(called, leaves), *_average_gathered(called, gathered)]
+            _warn_of_parts(called, bare)
             try:
                 if called.trial is None:
                     original(tensors, *args, **options)

@@ -293,6 +293,8 @@ class ModelInterface(LearningModel):
             parts = held_parts(module)
             tensors = [*parts, *((f"{key}.grad", p.grad) for key, p in parts if p.grad is not None)]
             before = [_sum_of_some(t) for _, t in tensors]
+            if parts:
+                self.__dict__.setdefault("lent_parts", True)
             yield name, module
             changed = [
                 key

@@ -199,4 +199,9 @@ def _to_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
 
 def held_parts(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters of ``module`` itself of which it has a part, by name."""
-    return [(n, p) for n, p in module.named_parameters(recurse=False) if id(p) in _views]
+    return [(n, p) for n, p in module.named_parameters(recurse=False) if is_part(p)]
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether this rank has a part of a parameter in ``parameter``."""
+    return id(parameter) in _views
