@@ -19,6 +19,7 @@ from asa.executor.training.rank_times import Stolen
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.report.text.story import said
+from asa.sharding.collectives.waits import waits
 from planner_tests.hand_plans import hand_plan, uniform
 
 STEPS, BATCH = 60, 8
@@ -37,6 +38,7 @@ class Clocked:
         """Take the place of what measures this process."""
         StepClock.collect = lambda clock: self.collect(clock)  # type: ignore[method-assign]
         StepWatch.loaded = lambda *_: None  # type: ignore[method-assign]  # nor waits a step for this machine's loader
+        waits.transfers = list  # type: ignore[method-assign]  # nor for its links
         Stolen.share = lambda _: -1.0  # type: ignore[method-assign]
         EpochTimer.resume = lambda _: None  # type: ignore[method-assign]  # what an exchange costs: it is the less often
 

@@ -67,7 +67,7 @@ def waited(condition: Callable[[], bool], running: list[Program]) -> None:
 def test_a_killed_process_of_a_job_that_is_started_again_enters_at_the_next_epoch(tmp_path, discipline, indexed):
     program, once = tmp_path / "program.py", tmp_path / "once"
     program.write_text(PROGRAM)
-    faulty = f"kill@rank=2,step=6,point=backward,once={once};hang:0.05@point=backward"
+    faulty = f"kill@rank=2,point=backward,once={once};hang:0.05@point=backward"  # who takes which step is chance
     around = {**os.environ, **together(RANKS), faults.VARIABLE: faulty}
     argv = (str(tmp_path / "run"), discipline, indexed, str(tmp_path / "cache"))
 
@@ -129,7 +129,7 @@ def test_a_rank_that_was_only_late_enters_again_in_its_own_process(tmp_path, mon
     monkeypatch.setattr("asa.executor.consistency.server._SILENT_S", 0.5)
     monkeypatch.setattr(Coordinator, "_lose", lose)
     monkeypatch.setattr(faults, "_suffer", suffer)
-    monkeypatch.setenv(faults.VARIABLE, f"hang@rank=2,step=3,point=backward,once={once};hang@point=backward")
+    monkeypatch.setenv(faults.VARIABLE, f"hang@rank=2,point=backward,once={once};hang@point=backward")
     settings = training.settings(tmp_path / "run", steps_per_epoch=10, observe=False, epochs=6)
     events: list[dict[str, Any]] = []
     result = train(under("ps_bounded", 3), settings, strategies=offered(), adapt=adapt, on_event=on_event)

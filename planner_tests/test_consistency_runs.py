@@ -161,7 +161,7 @@ def test_workers_that_do_not_wait_have_their_samples_gathered_ahead(tmp_path, mo
 
 def test_a_request_to_stop_in_a_long_validation_saves_and_ends_it(tmp_path, monkeypatch):
     monkeypatch.setattr("asa.executor.running.asynchronous.PATIENCE_S", 0.0)
-    monkeypatch.setenv(faults.VARIABLE, "term@rank=1,point=validation")
+    monkeypatch.setenv(faults.VARIABLE, f"term@rank=1,point=validation,once={tmp_path / 'once'}")
     with pytest.raises(PreemptedError, match="after step 5, saved to"):
         run(under("ps_async", 2), tmp_path, epochs=1)
     assert checkpoint.find(tmp_path / "checkpoints").manifest.step == 5
@@ -188,7 +188,7 @@ def test_a_request_to_stop_that_only_a_server_got_is_answered_after_the_epoch(tm
 
 @pytest.mark.parametrize("text", ["ps_async", "hogwild"])
 def test_a_long_epoch_is_saved_inside_and_goes_on_from_there(tmp_path, text):
-    long = {"epochs": 1, "steps_per_epoch": 12, "save_every_s": 1e-3, "keep": 50}
+    long = {"epochs": 1, "steps_per_epoch": 12, "save_every_s": 1e-6, "keep": 50}
     events = run(under(text, 2), tmp_path, **long)
     steps = [e["step"] for e in of(events, "checkpoint")]
     assert len(steps) > 2

@@ -79,7 +79,7 @@ def test_a_call_for_all_ranks_on_one_of_them_ends_with_a_line(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(AsaError) as ended:
-        run_ranks(2, _on_one_rank, name, tmp_path / "last.pt", _program().plan("ddp"), threads=1, timeout_s=60)
+        run_ranks(2, _on_one_rank, name, tmp_path / "last.pt", _program().plan("ddp"), threads=1, timeout_s=120)
     said = str(ended.value) + capfd.readouterr().err
     assert f"in {name}" in said
     assert "if rank == 0" in said
@@ -124,7 +124,7 @@ def _wrong_state_around(_rank: int, plan: Any) -> str:
 
 
 def test_a_module_around_the_model_names_what_its_state_lacks() -> None:
-    for said in run_ranks(2, _wrong_state_around, _program().plan("ddp"), threads=1, timeout_s=60):
+    for said in run_ranks(2, _wrong_state_around, _program().plan("ddp"), threads=1, timeout_s=120):
         assert '"net.head.bias"' in said
         assert '"net.more"' in said
         assert "parts" not in said
@@ -213,7 +213,7 @@ def _copied_with_dropout(_rank: int) -> tuple[list[str], float, float]:
 
 
 def test_a_copy_has_the_layers_of_the_program_and_draws_anew_in_each_call() -> None:
-    for kinds, apart, alike in run_ranks(2, _copied_with_dropout, threads=1, timeout_s=60):
+    for kinds, apart, alike in run_ranks(2, _copied_with_dropout, threads=1, timeout_s=120):
         assert kinds == ["TwoInputs", "Sequential", "Linear", "GELU", "Dropout", "Linear"]
         assert apart > 0
         assert alike < 1e-12
@@ -334,7 +334,7 @@ def _shared_objects(_rank: int) -> list[State]:
 
 def test_batches_of_a_class_of_the_programs_own_are_made_as_on_one_device() -> None:
     wanted = [_over_objects(*_of_lengths(collate)) for collate in (_fields, _encoded)]
-    for found in run_ranks(2, _shared_objects, threads=1, timeout_s=60):
+    for found in run_ranks(2, _shared_objects, threads=1, timeout_s=120):
         for state, reference in zip(found, wanted, strict=True):
             assert all(torch.allclose(state[n], r, atol=1e-12) for n, r in reference.items())
 
@@ -354,7 +354,7 @@ def _refused(_rank: int, plan: Any) -> list[str]:
 
 
 def test_loaders_and_models_that_cannot_be_shared_are_refused_in_a_line() -> None:
-    for said in run_ranks(2, _refused, _program().plan("ddp"), threads=1, timeout_s=60):
+    for said in run_ranks(2, _refused, _program().plan("ddp"), threads=1, timeout_s=120):
         assert "a list with tensors for each sample" in said[0]
         assert "loader is what yields batches" in said[1]
         assert "loader is what yields batches" in said[2]
@@ -426,7 +426,7 @@ def _over_the_loader(net: Any, opt: Any, batches: Any) -> State:
 
 def test_sums_of_what_every_rank_computes_are_told_of() -> None:
     cases = [(_program(loop), _program().plan("ddp")) for loop in (_over_its_own_loader, _over_the_loader)]
-    repeated, shared = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    repeated, shared = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("asa.reduce puts together what is the same on all ranks" in line for line in repeated)
     assert not any("puts together" in line for line in shared)
 
@@ -618,7 +618,7 @@ def _annealed_by_a_method(net: Any, opt: Any, batches: Any) -> State:
 def test_numbers_that_a_trace_does_not_see_are_told_of() -> None:
     loops = (_annealed, _annealed_by_a_method, _trained)
     cases = [(_program(loop, Tempered), _program(model=Tempered).plan("ddp")) for loop in loops]
-    record, method, nothing = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    record, method, nothing = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("model.config.temperature was changed behind" in line for line in record)
     assert any("model.scale was changed behind" in line for line in method)
     assert not any("was changed behind" in line for line in nothing)
@@ -649,7 +649,7 @@ def test_a_mode_that_a_trace_does_not_see_is_told_of() -> None:
         (_program(loop, _by_functions), _program(model=_by_functions).plan("ddp"))
         for loop in (_kept_in_evaluation, _trained)
     ]
-    kept, usual = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    kept, usual = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)[0]
     assert any("has another mode than the model" in line for line in kept)
     assert not any("has another mode" in line for line in usual)
 

