@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nouns
@@ -373,6 +375,16 @@ def test_the_log_tells_under_which_plan_all_ranks_are_started_again(
     events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     (note,) = (e for e in events if e["event"] == "note" and "resumed_step" in e)
     assert (note["resumed_step"], note["plan_fingerprint"], note["ranks"]) == (6, fingerprint(SAME), 2)
+
+
+def test_a_rank_without_memory_for_a_thread_saves_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("asa.executor.training.checkpointer.threading", SimpleNamespace(Thread=NoThread))
+    train(DDP, training.settings(tmp_path, epochs=1), strategies=offered(), adapt=adapt)
+    assert checkpoint.find(tmp_path / "checkpoints").manifest.step > 0
 
 
 def _scarce() -> tuple[Profile, Cluster, Plan]:

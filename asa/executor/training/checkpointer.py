@@ -117,10 +117,14 @@ class Checkpointer:
 
         timeout_s, began = self.settings.timeout_s, time.monotonic()
         thread = threading.Thread(target=write, daemon=True)  # a broken disk must not keep the process from ending
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for its stack
+            write()
         waiting = True
         while waiting:
-            thread.join(timeout_s / _LOOKS)
+            if thread.ident is not None:
+                thread.join(timeout_s / _LOOKS)
             late = time.monotonic() - began > _MOST_TIMEOUTS * timeout_s
             alive.beat()
             waiting = self.votes.anyone(thread.is_alive() and not late)
