@@ -23,7 +23,7 @@ from asa.planner.answer.canonical import canonical, improved
 from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
 from asa.planner.parallel import Exchange, Forked, can_fork
 from asa.planner.pipeline import joint
-from asa.planner.pipeline.climb import first_plans
+from asa.planner.pipeline.climb import first_plans, mixed_plan
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.practice import on_fewer
@@ -98,6 +98,7 @@ def search(
     best_s = incumbent_s if outcome.best is None else prices.of(outcome.best).cost.total_s
     if outcome.lower_bound_s < best_s * (1 - budget.enough):  # where the search ended early, time is left
         polish_s = max(polish_s, (started + time_limit_s - clock.now()) / 2)
+        outcome = _with_mixed(prices, outcome, allowed, baselines, clock.counted() + polish_s)
     until = clock.counted() + polish_s
     if outcome.best is None and baselines and outcome.lower_bound_s < incumbent_s * (1 - PROVED):
         improvement = improved(prices, baselines[0], allowed, until)
@@ -117,6 +118,17 @@ def search(
     last = ((used_s, value_ms, outcome.lower_bound_s * MS),) if value_ms < before_ms * (1 - ROUNDING) else ()
     wall_s = time.monotonic() - began
     return replace(outcome, best=first, seconds=used_s, wall_s=wall_s, curve=(*outcome.curve, *last))
+
+
+def _with_mixed(
+    prices: Prices, outcome: Outcome, allowed: Allowed, baselines: Sequence[Candidate], until: float
+) -> Outcome:
+    """The outcome, with a pipeline whose stages differ in width if that is faster than its pipeline."""
+    known = outcome.best or next(iter(baselines), None)
+    if known is None or len(known.widths) < 2 or prices.space.cluster.unequal:
+        return outcome
+    mixed = mixed_plan(prices, allowed, known, until)
+    return outcome if mixed is None else replace(outcome, best=mixed, solver="dp, as bounds")
 
 
 def _search(
