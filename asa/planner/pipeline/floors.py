@@ -83,8 +83,9 @@ class Paced:
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound by one test. The first two ask whether any plan takes less than ``best`` ms, by compute alone
-        and with all that is known of stages. Further ones bisect the interval between the bound and the best plan."""
-        self.level += 1
+        (not where memory binds: it is hardly ever enough there) and with all that is known of stages. Further ones
+        bisect the interval between the bound and the best plan."""
+        self.level += 2 if not self.level and self._pipelines.likely_tight else 1
         if self.level == 2:
             self._least = self._by_slots(ends)
         middle = best if self.level < 3 else (self.bound + min(best, self._high)) / 2
@@ -134,15 +135,16 @@ def _waits(schedules: Sequence[Schedule], depths: int, most: int, m: int) -> Any
     (:func:`asa.cost.pipeline.lower_bound`); between these trips it may pass microbatches one by one. Where all forwards
     come first, the last microbatch makes one round trip. The greatest depth counts for all beyond, if these exist.
     """
-    waits = np.zeros((2, len(schedules), 2, depths))
+    able = [(s, [p for p in range(2, most + 1) if not s.refusal(p, m)]) for s in schedules]
+    able = [x for x in able if x[1]]
+    waits = np.zeros((2, max(1, len(able)), 2, depths))
     waits[1] = m
-    for k, schedule in enumerate(schedules):
-        allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
-        if allowed and lead(schedule, [(s, p) for p in allowed for s in range(p)], m) == m:
+    for k, (schedule, allowed) in enumerate(able):
+        if lead(schedule, [(s, p) for p in allowed for s in range(p)], m) == m:
             waits[0, k] = 1
             continue
         for r in range(1, depths + 1 if depths == most else depths):
-            ahead = lead(schedule, [(p - r, p) for p in allowed if p >= r], m) if r <= max(allowed, default=0) else None
+            ahead = lead(schedule, [(p - r, p) for p in allowed if p >= r], m) if r <= max(allowed) else None
             loops = (m - 1) // ahead if ahead else 0
             if ahead and loops:
                 waits[:, k, :, r - 1] = np.transpose([(x + 1, m - x * (ahead - 1)) for x in (1, loops)])
@@ -154,8 +156,8 @@ def _reachable(
 ) -> bool:
     """Whether stages exist of which each takes at most ``most`` ms, with the memory limit. ``least``: for stages of so
     many slots, ms of one microbatch and of a whole step, by depth, first component and the one behind the last. The
-    depth is the number of stages from this one to the last; the greatest also counts for all beyond it. ``offsets``: the
-    slots at which such stages may begin; ``waits`` as :func:`_waits` returns them.
+    depth is the number of stages from this one to the last; the greatest also counts for all beyond it. ``offsets``:
+    the slots at which such stages may begin; ``waits`` as :func:`_waits` returns them.
 
     Stages are added in front. What is stored for the stages so far is the longest time that one microbatch may take in
     all stages in front of them: a stage begins when the first microbatch has passed those, and the last one has as long

@@ -32,7 +32,7 @@ _EXAMINED = np.geomspace(_LOWEST, _HIGHEST, 28)
 _STEADY, _WHOLE = 5, 3
 """Most prices of memory in bounds of pipelines, by the time of a microbatch and by that of a step."""
 _COUNTED, _COUNTED_RANKS, _FRONT = 12, 16, 128
-"""Most equal components of a stage, and its most ranks, for which whole numbers count, and points that are told apart."""
+"""Most equal components of a stage, and its most ranks, for which whole numbers count; points that are told apart."""
 _PIVOTS = 4
 """Number of components, spread over the chain, in whose backward memory is bounded."""
 
