@@ -36,7 +36,7 @@ from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.lattice import INF
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
-from asa.planner.stage.shares import free_bound
+from asa.planner.stage.shares import DividedBounds
 from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 
 _LOG = logging.getLogger("asa")
@@ -90,10 +90,11 @@ def search(
     started, began = clock.now(), time.monotonic()
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     ends = started + time_limit_s - polish_s
-    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
+    divided = DividedBounds(prices, allowed)
+    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget, divided)
     # Only some batch weights of unequal devices are searched; this bound holds for all of them.
     until = max(started + time_limit_s, clock.now() + polish_s)
-    free_s = free_bound(prices, allowed, until, outcome.lower_bound_s * MS) / MS
+    free_s = divided.free(until, outcome.lower_bound_s * MS) / MS
     outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_s))
     best_s = incumbent_s if outcome.best is None else prices.of(outcome.best).cost.total_s
     if outcome.lower_bound_s < best_s * (1 - budget.enough):  # where the search ended early, time is left
@@ -133,7 +134,7 @@ def _with_mixed(
 
 def _search(
     prices: Prices, solver: SolverName, ends: float, allowed: Allowed, incumbent_s: float,
-    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget,
+    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget, divided: DividedBounds,
 ) -> Outcome:  # fmt: skip
     started = clock.now()
     space = prices.space
@@ -141,7 +142,8 @@ def _search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
-    stages = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among, budget), solver)]
+    lookups = [StageLookup(view, allowed, among, budget, divided) for view, among in views(prices)]
+    stages = [s for lookup in lookups for s in singles(lookup, solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     plan = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
