@@ -17,7 +17,7 @@ from asa.cost.pricing import Pricer, Way, times_of
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
-from asa.ir.plan import DataDegree, Plan, TensorDegree
+from asa.ir.plan import DataDegree, Plan, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
 from asa.planner import Request
 
@@ -66,6 +66,7 @@ class Annealing:
         self.schedules = [n for n in self.strategies.schedules if n != "layers"]
         ones = {t.component for t in self.used.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.fewest = [2 if c.batch_norm and c.name not in ones else 1 for c in self.parts]
+        self.by_tokens = "sequence" in self.strategies.tensor and bool(self.used.by_tokens)
         gpus, batch = self.request.gpus, self.request.global_batch
         self.speeds = [self.cluster.speed(r) for r in range(gpus)]
         self.mixed = self.cluster.unequal
@@ -207,12 +208,13 @@ class Annealing:
     def way(self, i: int, layout: Layout, wanted: str | None = None, again: bool | None = None) -> Way:
         """A way at random for a component in a layout, or plain replicas of it whole where that cannot be."""
         part, rng = self.parts[i], self.rng
-        t = layout.tensor
-        if part.tied or (t > 1 and ("tensor" not in self.strategies.tensor or
-                                    self.strategies.tensor["tensor"].refusal(part, t))):  # fmt: skip
-            t = 1
+        t = 1 if part.tied else layout.tensor
+        names: list[TensorStrategyName] = ["sequence", "tensor"] if layout.sequence else ["tensor"]
+        pages = self.strategies.tensor
+        split = next((n for n in names if t > 1 and n in pages and not pages[n].refusal(part, t)), "none")
+        t = 1 if split == "none" else t
         data = layout.width if part.tied else layout.data
-        own = Layout(width=layout.width, data=data, tensor=t, weights=layout.weights)
+        own = Layout(width=layout.width, data=data, tensor=t, weights=layout.weights, sequence=split == "sequence")
         shards = self._shards(own)
         kinds = [
             k for k, page in self.strategies.data.items() if not page.refusal(part, data) and (k != "hsdp" or shards)
@@ -225,7 +227,7 @@ class Annealing:
         offload = offload and (self.request.offload == "always" or rng.random() < 0.3)
         return Way(
             layout=own, data=DataDegree(strategy=kind, degree=data, shards=shards if kind == "hsdp" else None),  # type: ignore[arg-type]
-            tensor=TensorDegree(strategy="tensor" if t > 1 else "none", degree=t),
+            tensor=TensorDegree(strategy=split, degree=t),
             checkpoint=able and (rng.random() < 0.3 if again is None else again), offload=offload,
         )  # fmt: skip
 
@@ -235,7 +237,8 @@ class Annealing:
         samples, least = self.request.global_batch // m, self.rng.choice([1, max(self.fewest)])
         rest = [d for d in _divisors(width // t) if d * least <= samples] or [1]
         d = rest[-1] if self.rng.random() < 0.8 else self.rng.choice(rest)
-        return Layout(width=width, data=d, tensor=t, weights=weights)
+        by_tokens = t > 1 and self.by_tokens and self.rng.random() < 0.5
+        return Layout(width=width, data=d, tensor=t, weights=weights, sequence=by_tokens)
 
     def alike(self, start: int, stop: int, width: int, m: int, weights: tuple[int, ...] = ()) -> tuple[Way, ...]:
         """Components run alike."""

@@ -2,8 +2,9 @@
 
     python benchmarks/practice.py [--models resnet50 llama:8b] [--gpus 1 8 64] [--batches 8 16] [-o FILE]
 
-By hand means: one split of all devices over data, tensor and pipeline parallelism, one way to keep state (plain
-replicas or ZeRO-1, 2, 3), one number of microbatches, and one share of the blocks recomputed, the same in every stage.
+By hand means: one split of all devices over data, tensor (also by tokens) and pipeline parallelism, one way to keep
+state (plain replicas or ZeRO-1, 2, 3), one number of microbatches, and one share of the blocks recomputed, the same in
+every stage.
 Stages have as many components each, or are balanced by their compute. All such plans are priced, one by one, by the
 closed forms that `planner.verify` uses (:class:`annealing.Annealing`); nothing of the search, and none of its
 baselines, is in it. An answer more than 0.5 % slower than the best of them is a failure.
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -91,16 +93,17 @@ def plans(x: Annealing) -> Iterator[tuple[str, Trial]]:
     for t in degrees:
         for p in (p for p in range(1, min(n, gpus // t, 64) + 1) if gpus % (t * p) == 0):
             d = gpus // t // p
-            layout = Layout(width=d * t, data=d, tensor=t)
             stages = list(equal_stages(costs, p, cuts)) if p > 1 else [(0,)]
-            for kind in KINDS if d > 1 else KINDS[:1]:
+            splits = (False, True) if t > 1 and x.by_tokens else (False,)
+            for kind, by_tokens in product(KINDS if d > 1 else KINDS[:1], splits):
+                layout, split = Layout(width=d * t, data=d, tensor=t, sequence=by_tokens), " by tokens" * by_tokens
                 for share in SHARES:
                     # Evenly spread, as a selective policy spreads them; counted over blocks of the whole model.
                     ways = tuple(x.way(i, layout, kind, int((i + 1) * share) > int(i * share)) for i in range(n))
                     for m in (2**k for k in range(11) if 2**k * d <= x.request.global_batch):
                         for starts in dict.fromkeys(stages):
                             for schedule in ("1f1b",) if p > 1 else ("none",):
-                                name = f"d{d} t{t} p{p} {kind}, {m} microbatches, {100 * share:g} % recomputed"
+                                name = f"d{d} t{t}{split} p{p} {kind}, {m} microbatches, {100 * share:g} % recomputed"
                                 yield name, Trial(starts, (d * t,) * p, m, schedule, ways)
 
 

@@ -16,7 +16,7 @@ from asa.ir.cluster import RankDevice
 from asa.ir.profile import Profile
 from asa.planner import Request, clock
 from asa.planner.answer.canonical import improved
-from asa.planner.pipeline.climb import Climber, Neighbours, first_plans
+from asa.planner.pipeline.climb import Climber, Neighbours, first_plans, mixed_plan
 from asa.planner.pipeline.practice import on_fewer, practice
 from asa.planner.pipeline.sketch import PipelineOutline, Sketch
 from asa.planner.space.candidate import Prices
@@ -129,3 +129,30 @@ def test_cuts_in_a_row_move_together():
     found = {y.starts for y in Neighbours(sketch).of(x)}
     assert {(0, 4, 7, 9), (0, 2, 5, 8), (0, 3, 7, 10), (0, 4, 7, 10)} <= found
     assert all(a < b for starts in found for a, b in itertools.pairwise(starts))
+
+
+def test_styles_split_tokens_where_components_can():
+    own = prices("vit_b_16", "l4-pcie-8", 8, 64)
+    sketch = Sketch(own, anything, INF)
+    style = next(x for x in sketch.styles(4, 1, save_memory=False) if x.sequence and x.tensor == 2)
+    names = [sketch.way(i, 4, style).tensor.strategy for i in range(sketch.n)]
+    assert set(names[1:-1]) == {"sequence"}
+    assert "sequence" not in (names[0], names[-1])
+    ways = [sketch.way(i, 4, style) for i in range(sketch.n)]
+    assert all(way.layout.sequence == (way.tensor.strategy == "sequence") for way in ways)
+    without = prices("resnet50", "l4-pcie-8", 8, 64)
+    assert not any(x.sequence for x in Sketch(without, anything, INF).styles(4, 1, save_memory=True))
+
+
+def test_on_many_devices_stages_of_different_widths_are_tried_in_the_end():
+    own = prices("vgg16", "h100-4x8-ib", 24, 96)
+    sketch = Sketch(own, anything, INF)
+    climber = Climber(sketch)
+    alike = min((x for m in (4, 8) for x in sketch.plans(m)), key=climber.seconds)
+    assert len(set(alike.widths)) == 1
+    known = climber.candidate(alike)
+    mixed = mixed_plan(own, anything, known, INF)
+    assert mixed is not None
+    assert len(set(mixed.widths)) > 1
+    assert own.fits(mixed)
+    assert own.of(mixed).cost.total_s < own.of(known).cost.total_s

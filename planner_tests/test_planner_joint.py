@@ -15,6 +15,7 @@ from floor_bounds import floors
 from random_pipelines import RandomPipelines
 from tables import some
 
+from asa.cost.pipeline import StageTimes, makespan
 from asa.planner.budget import Effort
 from asa.planner.pipeline.explored import Explored
 from asa.planner.pipeline.joint import search
@@ -383,3 +384,44 @@ def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     closer = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50), 20.0)
     assert closer[8] == pytest.approx(18.9, abs=4 / 2**5)
     assert closer[8] <= 18.9
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_quick_floors_are_below_pipelines_of_many_stages(seed):
+    """Any pipeline takes at least as long as the bound, also one whose slow stages are in front."""
+    rng = np.random.default_rng(seed)
+    stages, m = int(rng.integers(2, 9)), int(rng.integers(1, 40))
+    pass_ms = rng.uniform(0.5, 2.0, stages) if seed % 2 else np.sort(rng.uniform(0.8, 1.2, stages))[::-1]
+
+    class Given(RandomPipelines):
+        def compute(self, width, m):
+            return pass_ms.tolist() if width == 1 else [INF] * stages
+
+        def microbatches(self):
+            return (m,)
+
+        def limited(self, width, m, in_flight):
+            return []
+
+    own = Given(seed, components=stages, gpus=stages, most=m, speed=1.0, memory=50)
+    forward = rng.uniform(0.1, 0.9, stages) * pass_ms
+    times = [StageTimes(forward=f, backward=t - f) for f, t in zip(forward, pass_ms, strict=True)]
+    free = [(0.0, 0.0)] * (stages - 1)
+    step_ms = min(makespan(times, free, s, m) for s in own.schedules.values() if not s.refusal(stages, m))
+    assert floors(own, 2 * step_ms)[m] <= step_ms * (1 + 1e-9)
+
+
+def test_floors_know_that_a_stage_waits_for_those_behind_it():
+    class Slower(RandomPipelines):
+        """Two stages of a component each; the first one takes a little longer."""
+
+        def compute(self, width, m):
+            return [2.0, 1.9]
+
+        def limited(self, width, m, in_flight):
+            return []
+
+    found = floors(Slower(1, components=2, gpus=2, most=8, speed=1.0, memory=50), 20.0)
+    # All eight microbatches in the first stage, and one in the second: it waits for the first and for the last one.
+    assert found[8] == pytest.approx(17.9, abs=0.15)
+    assert found[8] <= 17.9

@@ -23,7 +23,7 @@ from asa.planner.answer.canonical import canonical, improved
 from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
 from asa.planner.parallel import Exchange, Forked, can_fork
 from asa.planner.pipeline import joint
-from asa.planner.pipeline.climb import first_plans
+from asa.planner.pipeline.climb import first_plans, mixed_plan
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.practice import on_fewer
@@ -36,7 +36,7 @@ from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.lattice import INF
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
-from asa.planner.stage.shares import free_bound
+from asa.planner.stage.shares import DividedBounds
 from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 
 _LOG = logging.getLogger("asa")
@@ -90,14 +90,16 @@ def search(
     started, began = clock.now(), time.monotonic()
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     ends = started + time_limit_s - polish_s
-    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
+    divided = DividedBounds(prices, allowed)
+    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget, divided)
     # Only some batch weights of unequal devices are searched; this bound holds for all of them.
     until = max(started + time_limit_s, clock.now() + polish_s)
-    free_s = free_bound(prices, allowed, until, outcome.lower_bound_s * MS) / MS
+    free_s = divided.free(until, outcome.lower_bound_s * MS) / MS
     outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_s))
     best_s = incumbent_s if outcome.best is None else prices.of(outcome.best).cost.total_s
     if outcome.lower_bound_s < best_s * (1 - budget.enough):  # where the search ended early, time is left
         polish_s = max(polish_s, (started + time_limit_s - clock.now()) / 2)
+        outcome = _with_mixed(prices, outcome, allowed, baselines, clock.counted() + polish_s)
     until = clock.counted() + polish_s
     if outcome.best is None and baselines and outcome.lower_bound_s < incumbent_s * (1 - PROVED):
         improvement = improved(prices, baselines[0], allowed, until)
@@ -119,9 +121,20 @@ def search(
     return replace(outcome, best=first, seconds=used_s, wall_s=wall_s, curve=(*outcome.curve, *last))
 
 
+def _with_mixed(
+    prices: Prices, outcome: Outcome, allowed: Allowed, baselines: Sequence[Candidate], until: float
+) -> Outcome:
+    """The outcome, with a pipeline whose stages differ in width if that is faster than its pipeline."""
+    known = outcome.best or next(iter(baselines), None)
+    if known is None or len(known.widths) < 2 or prices.space.cluster.unequal:
+        return outcome
+    mixed = mixed_plan(prices, allowed, known, until)
+    return outcome if mixed is None else replace(outcome, best=mixed, solver="dp, as bounds")
+
+
 def _search(
     prices: Prices, solver: SolverName, ends: float, allowed: Allowed, incumbent_s: float,
-    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget,
+    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget, divided: DividedBounds,
 ) -> Outcome:  # fmt: skip
     started = clock.now()
     space = prices.space
@@ -129,7 +142,8 @@ def _search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
-    stages = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among, budget), solver)]
+    lookups = [StageLookup(view, allowed, among, budget, divided) for view, among in views(prices)]
+    stages = [s for lookup in lookups for s in singles(lookup, solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     plan = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)

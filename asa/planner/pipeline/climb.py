@@ -23,6 +23,8 @@ from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
 
 _BEST = 2
 """Starting plans of the local search for each number of microbatches, and plans that are returned."""
+_CUTS = 100
+"""Most cuts of plans whose stages differ in width, on many ranks."""
 _LONG = 40
 """Stages beyond which widths and the number of stages stay, and a cut moves by one component only."""
 
@@ -270,3 +272,19 @@ def first_plans(
     plans = [climber.candidate(x) for x in sorted(optima, key=optima.__getitem__)[:_BEST]]
     return [x for x in plans if prices.fits(x) and all(w in prices.space.ways(
         i, w.layout.width, x.num_microbatches, allowed) for i, w in enumerate(x.ways))]  # fmt: skip
+
+
+def mixed_plan(prices: Prices, allowed: Allowed, known: Candidate, ends: float) -> Candidate | None:
+    """A pipeline whose stages differ in width that is faster than the pipeline ``known``, found until ``ends``; None
+    where there is none. It has as many microbatches as that, or half or twice as many."""
+    sketch = Sketch(prices, allowed, ends, most_cuts=_CUTS)
+    climber, best, best_s = Climber(sketch), None, prices.of(known).cost.total_s
+    m = known.num_microbatches
+    for count in (x for x in (m, 2 * m, m // 2) if x in prices.space.microbatches() and x <= MOST_IN_A_PIPELINE):
+        outlines = {x: climber.seconds(x) for x in sketch.mixed(count)} if clock.counted() < ends else {}
+        for x in sorted((x for x in outlines if outlines[x] < 1.1 * best_s), key=outlines.__getitem__)[:_BEST]:
+            x = climber.climb(x, ends)
+            if climber.seconds(x) < best_s:
+                best, best_s = x, climber.seconds(x)
+    plan = None if best is None else climber.candidate(best)
+    return plan if plan is not None and prices.fits(plan) else None

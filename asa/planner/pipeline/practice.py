@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -205,9 +205,10 @@ def _balanced(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int
 
 
 def _styles(sketch: Sketch, x: _Split) -> Iterator[StageStyle]:
-    """Each data strategy in which the split may fit."""
-    for kind in (k for k in _KINDS if k in sketch.space.strategies.data and (x.d > 1 or k == "replicate")):
-        style = StageStyle(x.d, x.t, kind, False)
+    """Each data strategy in which the split may fit, with and without tensor parallelism that splits tokens."""
+    kinds = [k for k in _KINDS if k in sketch.space.strategies.data and (x.d > 1 or k == "replicate")]
+    for by_tokens, kind in product((True, False) if x.t > 1 and sketch.space.by_tokens else (False,), kinds):
+        style = StageStyle(x.d, x.t, kind, False, by_tokens)
         if sketch.possible(x.d * x.t, x.num_microbatches, style).all() and not _overfull(sketch, x, style):
             yield style
 

@@ -34,9 +34,16 @@ _MOST_CUTS = 48
 _MOST_STAGES = 32
 _FREE = 16
 """Ranks up to which the stages of a plan may differ in width; beyond, all have the same width."""
+_SINGLE = 128
+"""Ranks up to which a stage may begin at any rank, where widths differ."""
+_HALVINGS, _ABOVE = 6, (1.01, 1.15)
+"""Tests for the lowest level that is possible, and the range of those tried above it."""
 _PRICED = 6
 """Outlines for each number of microbatches that are priced in full."""
 _SEVERAL = 64
+_SHARDED: tuple[DataStrategyName, ...] = ("zero1", "zero2", "zero3")
+"""Data strategies of styles that save memory. The first takes as long as the second and holds more, so it counts only
+where that is not offered."""
 _AT_ONCE = 1000
 """Most pairs of a component and a style that are priced at once."""
 
@@ -49,6 +56,8 @@ class StageStyle:
     tensor: int
     strategy: DataStrategyName
     checkpoint: bool
+    sequence: bool = False
+    """Whether split components also split their tokens, where they can."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,14 @@ class _Stages:
 class Sketch:
     """Outlines of one space."""
 
-    def __init__(self, prices: Prices, allowed: Allowed, ends: float, gpus: int | None = None) -> None:
+    def __init__(
+        self, prices: Prices, allowed: Allowed, ends: float, gpus: int | None = None, most_cuts: int = _MOST_CUTS
+    ) -> None:
         self.prices, self.allowed, self.ends = prices, allowed, ends
         space = prices.space
         self.space, self.gpus, self.graph = space, gpus or space.request.gpus, space.profile.graph
         self.n = len(self.graph)
-        self.cuts = self._cuts()
+        self.cuts = self._cuts(most_cuts)
         """First components of possible stages, and finally the number of components."""
         self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules), "")
         self.tight = False
@@ -95,11 +106,11 @@ class Sketch:
         self._ways: dict[tuple[int, int, StageStyle], Way] = {}
         self._allowed: dict[tuple[int, StageStyle], tuple[Any, tuple[Layout, ...], Any]] = {}
 
-    def _cuts(self) -> list[int]:
+    def _cuts(self, most: int) -> list[int]:
         inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
-        if len(inside) >= _MOST_CUTS:
+        if len(inside) >= most:
             flops = np.cumsum([c.flops_per_sample + 1.0 for c in self.graph.components])
-            targets = np.searchsorted(flops, flops[-1] * np.arange(1, _MOST_CUTS) / _MOST_CUTS)
+            targets = np.searchsorted(flops, flops[-1] * np.arange(1, most) / most)
             inside = sorted({min(inside, key=lambda i: abs(i - int(k))) for k in targets})
         return [0, *inside, self.n]
 
@@ -113,11 +124,20 @@ class Sketch:
             if self.gpus // w <= self.most_stages and (w <= 8 or self.gpus % w == 0) and clock.counted() < self.ends:
                 yield from self._free(m, [w])
 
-    def _free(self, m: int, sizes: Sequence[int]) -> Iterator[PipelineOutline]:
+    def mixed(self, m: int) -> Iterator[PipelineOutline]:
+        """Promising plans with ``m`` microbatches whose stages differ in width, the most promising first, on any number
+        of ranks. On many, stages are of whole nodes."""
+        node = self.space.cluster.node
+        unit = 1 if self.gpus <= _SINGLE or self.gpus % node else node
+        sizes = [w for w in self.space.several(self.gpus) if w < self.gpus and self.gpus % w == 0 and w % unit == 0]
+        yield from self._free(m, sizes, unit)
+
+    def _free(self, m: int, sizes: Sequence[int], unit: int = 0) -> Iterator[PipelineOutline]:
+        """Plans with stages of these widths, which begin at multiples of ``unit`` ranks if it is given."""
         stages = {w: s for w in sizes if (s := self._stages(w, m)) is not None}
         if not stages:
             return
-        unit = 1 if self.gpus <= _FREE else next(iter(stages))
+        closer, unit = unit > 0, unit or (1 if self.gpus <= _FREE else next(iter(stages)))
         ranks = self.gpus // unit
         kinds, firsts = self.space.cluster.kinds(self.gpus), range(0, ranks * unit, unit)
         allowed = {
@@ -134,9 +154,24 @@ class Sketch:
         shortest = float(first_s[:, cuts, cuts + 1].min(axis=0).max())
         shortest = max(shortest if np.isfinite(shortest) else 0.0, longest / (2 * ranks))
         outlines: dict[Any, tuple[float, PipelineOutline]] = {}
-        for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
-            for value, candidate in self._below(m, float(level), stages, links, allowed, unit, ranks):
+
+        def add(level: float) -> bool:
+            """Collect the plans below a level; whether there are some."""
+            several = list(self._below(m, level, stages, links, allowed, unit, ranks))
+            for value, candidate in several:
                 outlines.setdefault((candidate.starts, candidate.widths), (value, candidate))
+            return bool(several)
+
+        levels = np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS)
+        if closer:  # just above the lowest level at which there are plans
+            busy = np.array(list(stages))[:, None] * first_s[:, cuts, cuts + 1]
+            low, high = max(shortest, float(busy.min(axis=0).sum()) / self.gpus), longest
+            for _ in range(_HALVINGS):
+                middle = (low * high) ** 0.5
+                low, high = (low, middle) if add(middle) else (middle, high)
+            levels = high * np.geomspace(*_ABOVE, _LEVELS // 2)
+        for level in levels:
+            add(float(level))
             if clock.counted() > self.ends:
                 break
         for _, candidate in sorted(outlines.values(), key=lambda x: x[0])[:_PRICED]:
@@ -147,28 +182,29 @@ class Sketch:
         unit: int, ranks: int,
     ) -> Iterator[tuple[float, PipelineOutline]]:  # fmt: skip
         """For each number of stages the plan with the least round trip and no stage slower than ``level`` seconds."""
-        count = len(self.cuts)
+        count, slower = len(self.cuts), self.slower[::unit][:ranks]
         behind = np.full((count, ranks + 1), INF)
         behind[-1] = 0.0
         turns: list[Any] = []
-        clock.count("entry", min(self.most_stages, ranks) * len(stages) * count * count * ranks)
+        spans = {w: _span(s, level / float(slower.min())) for w, s in stages.items()}
+        clock.count("entry", min(self.most_stages, ranks) * count * ranks * sum(spans.values()))
         for r in range(min(self.most_stages, ranks)):
             best, turn = np.full((count, ranks + 1), INF), np.full((count, ranks + 1, 2), -1)
             for w, s in stages.items():
-                k = w // unit
-                slower = self.slower[::unit][:ranks]
-                steady = s.steady[r][:, :, None] * slower
-                stage_s = np.where(steady <= level, steady + s.once[r][:, :, None] / m * slower, INF)
+                k, start = w // unit, np.arange(count)[:, None]
+                stop = np.minimum(start + 1 + np.arange(spans[w]), count - 1)
+                steady = s.steady[r][start, stop, None] * slower
+                stage_s = np.where(steady <= level, steady + s.once[r][start, stop, None] / m * slower, INF)
                 if r == 0:
-                    stage_s[:, :-1] = INF
+                    stage_s[stop < count - 1] = INF
                 behind_s = np.full((count, ranks), INF)
                 behind_s[:, : ranks - k + 1] = behind[:, k:] if r == 0 else behind[:, k:] + links[w][:, None]
-                total = stage_s + np.where(allowed[w], behind_s, INF)[None]
-                stop = total.argmin(axis=1)
-                value = np.take_along_axis(total, stop[:, None, :], axis=1)[:, 0]
+                total = stage_s + np.where(allowed[w], behind_s, INF)[stop]
+                far = total.argmin(axis=1)
+                value = np.take_along_axis(total, far[:, None, :], axis=1)[:, 0]
                 better = value < best[:count, :ranks]
                 best[:, :ranks] = np.where(better, value, best[:, :ranks])
-                turn[:, :ranks, 0] = np.where(better, stop, turn[:, :ranks, 0])
+                turn[:, :ranks, 0] = np.where(better, np.minimum(start + 1 + far, count - 1), turn[:, :ranks, 0])
                 turn[:, :ranks, 1] = np.where(better, w, turn[:, :ranks, 1])
             turns.append(turn)
             behind = best
@@ -226,9 +262,11 @@ class Sketch:
                 continue
             kinds: list[DataStrategyName] = ["replicate"]
             if save_memory and d > 1:
-                kinds += [k for k in ("zero1", "zero3") if k in self.space.strategies.data]
+                offered = [k for k in _SHARDED if k in self.space.strategies.data]
+                kinds += offered[1:] if offered[:2] == list(_SHARDED[:2]) else offered
             checkpoints = (False, True) if save_memory and self.space.strategies.checkpoint else (False,)
-            styles += [StageStyle(d, t, kind, c) for kind in kinds for c in checkpoints]
+            by_tokens = (True, False) if t > 1 and self.space.by_tokens else (False,)
+            styles += [StageStyle(d, t, kind, c, s) for s in by_tokens for kind in kinds for c in checkpoints]
         if not any(x.data == most for x in styles):
             styles.append(StageStyle(most, 1, "replicate", False))
         return styles
@@ -245,16 +283,19 @@ class Sketch:
 
     def _way(self, i: int, w: int, x: StageStyle) -> Way:
         component, strategy = self.graph.components[i], x.strategy
-        splits = x.tensor > 1 and not component.tied and self.space.splits(i, x.tensor)
+        able = [] if x.tensor == 1 or component.tied else self.space.splitting(i, x.tensor, x.sequence)
+        if x.sequence and not component.tied:
+            able = able or self.space.splitting(i, x.tensor)
+        split, tensor = (able[0], x.tensor) if able else ("none", 1)
         data = w if component.tied else x.data  # what shares a parameter is spread over all ranks of its stage
         refused = self.space.strategies.data[strategy].refusal(component, data)
         if component.parameter_bytes == 0 or refused:
             strategy = "replicate"
         forgets = x.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
         return Way(
-            layout=self._layout(w, data, x.tensor if splits else 1),
+            layout=self._layout(w, data, tensor, split == "sequence"),
             data=DataDegree(strategy=strategy, degree=data),
-            tensor=TensorDegree(strategy="tensor" if splits else "none", degree=x.tensor if splits else 1),
+            tensor=TensorDegree(strategy=split, degree=tensor),
             checkpoint=forgets,
         )
 
@@ -309,8 +350,8 @@ class Sketch:
         allowed, layouts, number = self._allowed[w, x]
         return allowed & (np.array([self.space.samples(y, m) for y in layouts])[number] >= self.prices.fewest)
 
-    def _layout(self, w: int, data: int, tensor: int) -> Layout:
-        return Layout(width=w, data=data, tensor=tensor, weights=self.space.weights.get(w, ()))
+    def _layout(self, w: int, data: int, tensor: int, sequence: bool) -> Layout:
+        return Layout(width=w, data=data, tensor=tensor, weights=self.space.weights.get(w, ()), sequence=sequence)
 
     def _stages(self, w: int, m: int) -> _Stages | None:
         fast = None if self.tight else self._table(w, m, save_memory=False)
@@ -368,3 +409,9 @@ class Sketch:
             once = np.where(better, once_s, once)
             style = np.where(better, number, style)
         return _Stages(steady, once, style, styles) if np.isfinite(steady).any() else None
+
+
+def _span(stages: _Stages, level: float) -> int:
+    """The largest distance in cuts between the ends of a stage that takes at most ``level`` seconds; at least 1."""
+    start, stop = np.nonzero(stages.steady.min(axis=0) <= level)
+    return int((stop - start).max(initial=1))

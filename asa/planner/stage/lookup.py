@@ -14,6 +14,7 @@ from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.runs import Runs
+from asa.planner.stage.shares import DividedBounds
 
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
@@ -94,9 +95,10 @@ class StageLookup:
     """All widths and numbers of microbatches of a space, formulated on demand."""
 
     def __init__(
-        self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL
-    ) -> None:
-        self._prices, self._allowed, self.budget = prices, allowed, budget
+        self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL,
+        divided: DividedBounds | None = None,
+    ) -> None:  # fmt: skip
+        self._prices, self._allowed, self.budget, self._divided = prices, allowed, budget, divided
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._stages: dict[tuple[object, ...], FormulatedStage | None] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
@@ -143,6 +145,10 @@ class StageLookup:
             return self.floor(width, 1).whole
         once = self.floor(width, 1 if layouts(width, 1) == layouts(width, m) else m).once
         return max(compute_ms, compute_ms * (1 - 1 / m) + (once if once < float("inf") else 0.0))
+
+    def divided_bound(self, width: int, num_microbatches: int) -> float:
+        """Lower bound in ms where the stage has devices of several speeds, and 0 elsewhere."""
+        return 0.0 if self._divided is None else self._divided.given(width, num_microbatches, self.weights(width))
 
     def get(self, width: int, num_microbatches: int, *, wrapped: bool = False) -> FormulatedStage | None:
         """The formulated stage; None where some component cannot run in it. ``wrapped``: with all configurations that

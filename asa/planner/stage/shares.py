@@ -41,28 +41,50 @@ _LOWEST, _HIGHEST = 1e-3, 1e2
 """Numbers of prices of memory, and their range in units of a step's time over the capacity; then around the best."""
 
 
-def free_bound(prices: Prices, allowed: Allowed, ends: float = INF, enough: float = INF) -> float:
-    """Lower bound in ms on every plan of one stage with devices of several speeds, whatever its weights. Infinite if no
-    stage has such devices, or if batches are divided evenly. The lowest bound is raised first, until it is ``enough``
-    ms or until the time ``ends``."""
-    space = prices.space
-    if not space.cluster.unequal or not space.request.uneven:
+class DividedBounds:
+    """Lower bounds in ms on plans of one stage with devices of several speeds; each stage is looked at once."""
+
+    def __init__(self, prices: Prices, allowed: Allowed) -> None:
+        self._prices, self._allowed = prices, allowed
+        self._by_samples = cache(partial(_by_samples, prices))
+        self._stages: dict[tuple[int, int], _DividedStage] = {}
+
+    def given(self, width: int, num_microbatches: int, weights: tuple[int, ...]) -> float:
+        """The bound on plans that divide the batch by these weights, evenly if they are empty; 0 if all devices of the
+        stage are alike."""
+        if not self._has_several_speeds(width):
+            return 0.0
+        return self._stage(width, num_microbatches).by_weights(weights or (1,) * width) * MS
+
+    def free(self, ends: float = INF, enough: float = INF) -> float:
+        """The bound on plans with any weights. Infinite if no stage has such devices, or if batches are divided evenly.
+        The lowest bound is raised first, until it is ``enough`` ms or until the time ``ends``."""
+        space = self._prices.space
+        if not space.cluster.unequal or not space.request.uneven:
+            return INF
+        some = [w for w in space.single_widths() if self._has_several_speeds(w)]
+        queue: list[tuple[float, int, _DividedStage, tuple[float, float] | None]] = []
+        for number, (w, m) in enumerate(product(some, space.microbatches())):
+            stage = self._stage(w, m)
+            queue.append((stage.compute_alone(), number, stage, None))
+        heapq.heapify(queue)
+        while queue:
+            bound_s, number, stage, between = heapq.heappop(queue)
+            parts = stage.parts(between)
+            if not parts or bound_s * MS >= enough or clock.now() > ends:
+                return bound_s * MS
+            for part in parts:
+                heapq.heappush(queue, (max(bound_s, stage.bound(part)), number, stage, part))
         return INF
-    some = [w for w in space.single_widths() if len(set(space.cluster.speeds(range(w)) or (1.0,))) > 1]
-    queue: list[tuple[float, int, _DividedStage, tuple[float, float] | None]] = []
-    by_samples = cache(partial(_by_samples, prices))
-    for number, (w, m) in enumerate(product(some, space.microbatches())):
-        stage = _DividedStage(prices, allowed, w, m, by_samples)
-        queue.append((stage.compute_alone(), number, stage, None))
-    heapq.heapify(queue)
-    while queue:
-        bound_s, number, stage, between = heapq.heappop(queue)
-        parts = stage.parts(between)
-        if not parts or bound_s * MS >= enough or clock.now() > ends:
-            return bound_s * MS
-        for part in parts:
-            heapq.heappush(queue, (max(bound_s, stage.bound(part)), number, stage, part))
-    return INF
+
+    def _has_several_speeds(self, width: int) -> bool:
+        return len(set(self._prices.space.cluster.speeds(range(width)) or (1.0,))) > 1
+
+    def _stage(self, width: int, num_microbatches: int) -> _DividedStage:
+        key = (width, num_microbatches)
+        if key not in self._stages:
+            self._stages[key] = _DividedStage(self._prices, self._allowed, *key, self._by_samples)
+        return self._stages[key]
 
 
 class _DividedStage:
@@ -77,7 +99,9 @@ class _DividedStage:
     def __init__(self, prices: Prices, allowed: Allowed, width: int, m: int, by_samples: BySamples) -> None:
         space = prices.space
         self._prices, self._allowed, self._m = prices, allowed, m
-        self._pricer, self._some = prices.pricer(width, m), layouts(width)
+        self._pricer, whole = prices.pricer(width, m), layouts(width)
+        by_tokens = [replace(y, sequence=True) for y in whole if y.tensor > 1 and space.by_tokens]
+        self._some = (*whole, *by_tokens)
         self.samples = space.request.global_batch // m
         self._speeds = space.cluster.speeds(range(width))
         rooms = [space.room(r, 1, width) for r in range(width)]
@@ -93,7 +117,7 @@ class _DividedStage:
                 self._least_s[k] = _longest(*by_samples(layout.tensor, self.samples)[:2], self.samples, shards)
         self._by_samples = by_samples
         self._least_s *= m * self._pricer.slow
-        self._between_s: list[Any] = []
+        self._between_s: list[Any] | None = None
 
     def compute_alone(self) -> float:
         """The least time of compute, component by component."""
@@ -107,11 +131,17 @@ class _DividedStage:
         middle = (low + high) / 2
         return [] if high - low <= max(1.0, _NARROW * high) else [(low, middle), (middle, high)]
 
+    def by_weights(self, weights: tuple[int, ...]) -> float:
+        """The bound where ranks have samples in proportion to these weights."""
+        share = sum(weights[r] for r in self._members) / sum(weights) * self.samples
+        return self.bound((share, share))
+
     def bound(self, between: tuple[float, float]) -> float:
         """The bound where the first devices have between so many samples together: compute, what is paid once, traffic
         between layouts, and memory."""
-        if between == (0.0, float(self.samples)):
+        if self._between_s is None:
             self._collect()
+        assert self._between_s is not None
         # which of them a run of ranks has is rounded to a sample
         rows, other_rows, seconds = self._divided(between[0] - self._runs, between[1] + self._runs)
         sides = seconds[self._layout, self._component] * self._passes + self._more_s
@@ -165,7 +195,7 @@ class _DividedStage:
         """Collect what does not depend on the division of the batch."""
         pricer, some, m, n = self._pricer, self._some, self._m, len(self._prices.fewest)
         menu = self._prices.menu(pricer, self._allowed)
-        number_of = np.array([some.index(replace(y, weights=(), sequence=False)) for y in menu.layouts])
+        number_of = np.array([some.index(replace(y, weights=())) for y in menu.layouts])
         which = np.flatnonzero(menu.first & np.isfinite(self._least_s[number_of[menu.layout], menu.component]))
         x = menu.priced(pricer, which)
         self._twin, self._again = np.array(menu.twin), menu.checkpoint[which]
@@ -188,12 +218,10 @@ class _DividedStage:
         self._passes = np.stack([passes - window, passes])
         late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)
         blocked = np.maximum(0.0, x.forward + x.backward - self._compute_alike())
-        more_s = late if self._prices.space.by_tokens else m * blocked + late
+        more_s = m * blocked + late
         self._more_s = np.stack([more_s, more_s - saving * overlap.communication_slowdown * sync])
-        if self._prices.space.by_tokens:  # other layouts lie between these
-            self._between_s = [np.zeros((len(some), len(some)))] * (n - 1)
-            return
         # uneven shards send more between layouts, because the largest has more than an even one
+        self._between_s = []
         for size, ends in pricer.states.forms[1:n]:
             between = pricer.states.between(ends, some, some)
             sent = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
@@ -202,12 +230,13 @@ class _DividedStage:
     def _compute_alike(self) -> Any:
         """Seconds of compute of a microbatch that is divided evenly, for each way. What a way takes beyond it, such as
         collectives, is no less with another division."""
-        prices, seconds = self._prices, np.zeros((2, *self._least_s.shape))
+        pricer, seconds = self._pricer, np.zeros((2, *self._least_s.shape))
         for k, y in enumerate(self._some):
             if y.data <= self.samples:
-                samples = self._pricer.shards.largest(y)
-                compute = prices.compute_on(samples, y.tensor) * self._pricer.slow / min(self._speeds)
-                seconds[:, k] = compute, compute * (1 + prices.repeated(samples, y.tensor))
+                samples = pricer.shards.largest(y)
+                passes = pricer.times.passes(samples, y.tensor, by_tokens=y.sequence)
+                forward, backward = passes * pricer.slowed(samples, min(self._speeds))
+                seconds[:, k] = forward + backward, 2 * forward + backward
         return seconds[self._again.astype(int), self._layout, self._component]
 
 

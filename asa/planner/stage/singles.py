@@ -118,7 +118,9 @@ class Single:
         self.stuck = False
         began = clock.now()
         if self.level == 1:
-            self._raise(self._stages.independent_bound(self.width, self.num_microbatches, self.bound))
+            self._raise(self._stages.divided_bound(self.width, self.num_microbatches))
+            if self.bound < best:
+                self._raise(self._stages.independent_bound(self.width, self.num_microbatches, self.bound))
         elif self.level == 2 and self.stage is None and self.slow and began + _FORMULATED * self.pricing_s > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
         elif self.level == 2 and self.num_microbatches > 1 and not self._stages.fixed_microbatches:
