@@ -107,7 +107,7 @@ class Paced:
             w = self._widths[k]
             stages = [] if ends is None or clock.now() > ends else x.limited(w, m, in_flight)
             compute_ms = self._sums[k] - self._sums[k][:, None]
-            steady = np.stack([s.of_stages() for s in stages] or [compute_ms] * len(depths))
+            steady = np.stack([s.steady.of_stages() for s in stages] or [compute_ms] * len(depths))
             whole = np.stack([s.whole.of_stages() for s in stages] or [m * compute_ms] * len(depths))
             steady, whole = steady[depth], np.maximum(whole, m * steady)[depth]
             slots = w // self._unit

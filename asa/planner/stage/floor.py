@@ -31,8 +31,6 @@ _LOWEST, _HIGHEST = 1e-3, 1e2
 _EXAMINED = np.geomspace(_LOWEST, _HIGHEST, 28)
 _STEADY, _WHOLE = 5, 3
 """Most prices of memory in bounds of pipelines, by the time of a microbatch and by that of a step."""
-_COUNTED, _COUNTED_RANKS, _FRONT = 12, 16, 128
-"""Most equal components of a stage, and its most ranks, for which whole numbers count; points that are told apart."""
 _PIVOTS = 4
 """Number of components, spread over the chain, in whose backward memory is bounded."""
 
@@ -97,17 +95,10 @@ class StageBounds:
 @dataclass(frozen=True)
 class LimitedStages:
     """Bounds on stages of one width in a pipeline, with the memory limit: ``steady`` on the time of one microbatch,
-    ``whole`` on that of a step. ``counted``: on the time of one microbatch by ``start`` and ``stop``, where equal
-    components in a row are configured in whole numbers; None where it is not known."""
+    ``whole`` on that of a step."""
 
     steady: StageBounds
     whole: StageBounds
-    counted: Any = None
-
-    def of_stages(self) -> Any:
-        """The bounds on the time of one microbatch, by ``start`` and ``stop``."""
-        steady = self.steady.of_stages()
-        return steady if self.counted is None else np.maximum(steady, self.counted)
 
 
 def limited_stages(
@@ -157,74 +148,10 @@ def limited_stages(
         if may_bind:
             by_pass += rates(steady[0], held, begin, count, capacity, _STEADY)
             by_step += rates(sides.min(axis=0), held, begin, count, capacity, _WHOLE)
-        passing = bounds(steady, edge_ms[0], flight, by_pass)
-        counted = None
-        if may_bind and width <= _COUNTED_RANKS:
-            moving = np.minimum.reduceat((x.gradients + x.least_transient) / GIB, begin)[place]
-            inlet, outlet = ((e[3] + flight * e[4] + k * e[5]).min(axis=1) / GIB for k, e in enumerate(edges))
-            ends = (passing.first[0], passing.last[0]), (inlet, moving + outlet)
-            counted = _counted(steady[0], held, begin, place, capacity, *ends)
-        return LimitedStages(passing, bounds(sides, edge_ms[1], flight, by_step), counted)
+        return LimitedStages(bounds(steady, edge_ms[0], flight, by_pass), bounds(sides, edge_ms[1], flight, by_step))
 
     found = {flight: limited(flight) for flight in (dict.fromkeys(in_flight) if may_bind else in_flight[:1])}
     return [found[flight if may_bind else in_flight[0]] for flight in in_flight]
-
-
-def _counted(
-    time: Any, held: Any, begin: Any, place: Any, capacity: float, ends_ms: tuple[Any, Any], ends: tuple[Any, Any]
-) -> Any:
-    """Ms of a microbatch, by first component and the one behind the last, where those of a run of equal components that
-    are in the stage are configured in whole numbers, and all others at their best in time and in memory. ``time`` and
-    ``held`` are those of ways, ``begin`` where those of a component start, ``place`` the number of each component of
-    the chain among these; ``ends_ms``, ``ends``: ms and GiB of a first and of a last one besides."""
-    n = len(place)
-    least_ms, least = (np.minimum.reduceat(v, begin)[place] for v in (time, held))
-    sums_ms, sums = (np.concatenate([[0.0], np.cumsum(v)]) for v in (least_ms, least))
-    bounds = np.zeros((n + 1, n + 1))
-    base, used = (
-        total[None, :] - total[:, None] + np.r_[first, 0.0][:, None] + np.r_[0.0, last][None, :]
-        for total, (first, last) in ((sums_ms, ends_ms), (sums, ends))
-    )
-    room = capacity - used
-    fronts: dict[int, list[tuple[Any, Any]]] = {}
-    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
-    for a, b in zip(starts, np.r_[starts[1:], n], strict=True):
-        if b - a < 2:
-            continue
-        kind = int(place[a])
-        inside = np.clip(np.arange(n + 1), a, b)
-        count = np.maximum(0, inside[None, :] - inside[:, None])
-        if kind not in fronts:
-            stop = begin[kind + 1] if kind + 1 < len(begin) else len(time)
-            ways = slice(begin[kind], stop)
-            fronts[kind] = _fronts(time[ways] - least_ms[a], held[ways] - least[a], _COUNTED)
-        for number, (more_ms, more) in enumerate(fronts[kind][: b - a], 1):
-            where = np.nonzero(count == number)
-            at = np.searchsorted(more, room[where] + 1e-9, side="right") - 1
-            bounds[where] = np.maximum(bounds[where], base[where] + np.where(at < 0, INF, more_ms[np.maximum(0, at)]))
-    return bounds
-
-
-def _fronts(more_ms: Any, more: Any, most: int) -> list[tuple[Any, Any]]:
-    """For 1 to ``most`` equal components: all ms and GiB beyond the least that are not worse in both, by GiB. Where
-    there are many, neighbours count as one with the better of both."""
-    each = front = _undominated(more_ms, more)
-    fronts = [front]
-    for _ in range(most - 1):
-        front = _undominated(*(np.add.outer(a, b).ravel() for a, b in zip(front, each, strict=True)))
-        fronts.append(front)
-    return fronts
-
-
-def _undominated(more_ms: Any, more: Any) -> tuple[Any, Any]:
-    order = np.lexsort((more_ms, more))
-    more_ms, more = more_ms[order], more[order]
-    keep = np.r_[True, more_ms[1:] < np.minimum.accumulate(more_ms)[:-1] - 1e-12]
-    more_ms, more = more_ms[keep], more[keep]
-    if len(more) > _FRONT:
-        every = np.linspace(0, len(more), _FRONT + 1).astype(int)
-        more_ms, more = more_ms[every[1:] - 1], more[every[:-1]]
-    return more_ms, more
 
 
 def rates(time: Any, held: Any, begin: Any, count: Any, capacity: float, most: int) -> list[float]:
