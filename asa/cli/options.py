@@ -9,8 +9,7 @@ from typing import Any
 
 from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
-from asa.ir.staleness import Target, parse_target
-from asa.ir.units import GIB, time_span
+from asa.ir.units import GIB
 from asa.zoo import specs
 
 _MOST_SEED = 2**32 - 1
@@ -95,20 +94,6 @@ def gibibytes(text: str) -> int:
     if value > _MOST_GIB:
         raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
     return int(value * GIB)
-
-
-def budget(text: str) -> float:
-    """Parse a time span: ``90s``, ``10m``, ``2h``; a bare number is seconds.
-
-    >>> budget("90s"), budget("10m"), budget("1.5h")
-    (90.0, 600.0, 5400.0)
-    """
-    return time_span(text)
-
-
-def target(text: str) -> Target:
-    """Parse a target of training: ``accuracy=0.9`` or ``loss=0.5``."""
-    return parse_target(text)
 
 
 def shape(text: str) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import UnavailableError, UsageError, WorkersFailedError, lacking
 from asa.ir import codec
+from asa.ir.units import time_span
 
 if TYPE_CHECKING:
     from asa.cli.bench_setup import DeviceType
@@ -165,7 +166,7 @@ VERBS = (
             Option(
                 name="budget",
                 help="time for measuring: 90s, 10m (default: 5m)",
-                parse=o.budget,
+                parse=time_span,
                 default=300.0,
                 metavar="T",
             ),

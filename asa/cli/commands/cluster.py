@@ -10,6 +10,7 @@ from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
+from asa.ir.units import time_span
 
 _NOTABLY_LONGER = 1.5
 
@@ -108,7 +109,7 @@ VERBS = (
             Option(
                 name="time-limit",
                 help="approximate time for measuring: 90s, 10m (default: 90s)",
-                parse=o.budget,
+                parse=time_span,
                 default=90.0,
                 metavar="T",
             ),

@@ -16,6 +16,7 @@ from asa.errors import AsaError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
+from asa.ir.units import time_span
 from asa.profiler.paths import slug
 
 SYSTEMS = ("slurm", "k8s", "ray")
@@ -195,7 +196,7 @@ VERBS = (
             Option(
                 name="time",
                 help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)",
-                parse=o.budget,
+                parse=time_span,
                 metavar="T",
             ),
             Option(

@@ -15,6 +15,8 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import TRAINING, UsageError
 from asa.ir import codec
+from asa.ir.staleness import parse_target
+from asa.ir.units import time_span
 from asa.strategies import offered
 
 if TYPE_CHECKING:
@@ -300,7 +302,7 @@ VERBS = (
             Option(
                 name="budget",
                 help="time for --verify: 90s, 10m (default: 60s)",
-                parse=o.budget,
+                parse=time_span,
                 metavar="T",
                 needs="verify",
             ),
@@ -382,7 +384,7 @@ VERBS = (
             Option(
                 name="target",
                 help="accuracy=0.9 or loss=0.5: show the time to it; needs `asa profile MODEL --staleness`",
-                parse=o.target,
+                parse=parse_target,
                 metavar="WHAT=VALUE",
             ),
             o.SOLVER,
@@ -390,7 +392,7 @@ VERBS = (
                 name="time-limit",
                 help="most processor time for the search; up to four times as long on a busy machine (default: 2s; "
                 "6s above 64 devices)",
-                parse=o.budget,
+                parse=time_span,
                 metavar="T",
             ),
             o.JSON,

@@ -8,6 +8,7 @@ from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
+from asa.ir.units import time_span
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -74,7 +75,7 @@ VERBS = (
             Option(
                 name="time-limit",
                 help="stop measuring after this time: 90s, 10m (default: 75s)",
-                parse=o.budget,
+                parse=time_span,
                 default=75.0,
                 metavar="T",
             ),
@@ -125,7 +126,7 @@ VERBS = (
             Option(
                 name="staleness-limit",
                 help="start no run of --staleness after this time: 90s, 10m (default: 5m)",
-                parse=o.budget,
+                parse=time_span,
                 default=300.0,
                 metavar="T",
                 needs="staleness",

@@ -23,6 +23,7 @@ from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
+from asa.ir.units import time_span
 from asa.launch import signals
 from asa.launch.devices import check_cuda, usable_cores
 from asa.launch.environments import is_launched
@@ -353,7 +354,7 @@ def recall(args: Arguments, out: Path, console: Console) -> None:
 
 def saving(text: str) -> float | None:
     """Parse a time span, or ``never`` as None."""
-    return None if text.strip() == "never" else o.budget(text)
+    return None if text.strip() == "never" else time_span(text)
 
 
 def trackers(text: str) -> tuple[str, ...]:
@@ -496,7 +497,7 @@ VERBS = (
             Option(
                 name="timeout",
                 help="time without a sign of life after which a rank counts as hung: 90s, 10m (default: 5m)",
-                parse=o.budget,
+                parse=time_span,
                 default=300.0,
                 metavar="T",
             ),

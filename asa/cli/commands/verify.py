@@ -7,6 +7,7 @@ from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
+from asa.ir.units import time_span
 from asa.launch.devices import check_cuda
 from asa.strategies import offered
 
@@ -53,7 +54,7 @@ VERBS = (
             Option(
                 name="timeout",
                 help="time without progress after which a side counts as hung: 90s, 10m (default: 60s)",
-                parse=o.budget,
+                parse=time_span,
                 default=60.0,
                 metavar="T",
             ),
