@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
+from asa.reading import open_regular
 from asa.strategies import offered
 
 LOG = "log.jsonl"
@@ -95,16 +95,12 @@ def events(path: Path) -> Iterator[dict[str, Any]]:
         InvalidInputError: the file is missing, unreadable, too large, or not a regular file.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
-        with open(handle, encoding="utf-8", errors="replace") as stream:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidInputError(f"cannot read {path}: not a regular file")
-            if status.st_size > _MOST_LOG:
-                raise InvalidInputError(f"{path} holds {status.st_size} bytes, the most is {_MOST_LOG}")
+        with open_regular(path) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > _MOST_LOG:
+                raise InvalidInputError(f"{path} holds {size} bytes, the most is {_MOST_LOG}")
             for text in stream:
                 try:
-                    event = json.loads(text)
+                    event = json.loads(text.decode(errors="replace"))
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(event, dict):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.clock import seconds_between
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
+from asa.ir.codec import replacing
 from asa.ir.streams import Stream, piece, process
 from asa.sharding.collectives import direct
 from asa.sharding.collectives.transfer import Link
@@ -232,10 +232,8 @@ class Recorder(ComponentTimer):
             OSError: it cannot be written.
         """
         text = json.dumps(self.document(rank), allow_nan=False).encode()
-        temporary = path.with_name(f".{path.name}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(gzip.compress(text, mtime=0))
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(gzip.compress(text, mtime=0))
 
 
 def _of(turns: list[int], k: int) -> int | None:
