@@ -120,17 +120,14 @@ def without_snapshots(job: Job) -> Job:
     return replace(job, snapshots=())
 
 
+def change_event(kind: str, old: Plan, new: Plan, why: str, **more: object) -> Event:
+    """Event for a change of plan between two starts of the ranks, with the fields ``more``."""
+    return {
+        "event": "replan", "kind": kind, "why": why, "old": fingerprint(old), "new": fingerprint(new),
+        "predicted_gain": None, "strategy": new.strategy, "ranks": new.num_ranks, **more,
+    }  # fmt: skip
+
+
 def regroup_event(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
     """Event for a change to a plan for the ranks that are available. ``rank`` is the one that was lost."""
-    return {
-        "event": "replan",
-        "kind": "lost",
-        "why": why,
-        "rank": rank,
-        "old": fingerprint(old),
-        "new": fingerprint(new),
-        "predicted_gain": None,
-        "strategy": new.strategy,
-        "ranks": new.num_ranks,
-        "ranks_before": old.num_ranks,
-    }
+    return change_event("lost", old, new, why, rank=rank, ranks_before=old.num_ranks)
