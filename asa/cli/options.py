@@ -9,7 +9,7 @@ from typing import Any
 
 from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
-from asa.ir.units import GIB
+from asa.ir.units import GIB, time_span
 from asa.zoo import specs
 
 _MOST_SEED = 2**32 - 1
@@ -206,6 +206,11 @@ def option(base: Option, **changes: Any) -> Option:
     return dataclasses.replace(base, **changes)
 
 
+def span(name: str, *, help: str, **more: Any) -> Option:
+    """An option that takes a time span."""
+    return Option(name=name, help=help, parse=time_span, metavar="T", **more)
+
+
 REPORT = Option(name="report", help="write report.html and figures to DIR", metavar="DIR")
 VERBOSE = Option(name="verbose", short="-v", help="show everything", switch=True, default=False)
 JSON = Option(name="json", help="print one JSON document on stdout, everything else on stderr", switch=True)
@@ -316,6 +321,15 @@ DATA_ROOT = Option(
 )
 LEARNING_RATE = Option(
     name="lr", help="peak learning rate (default: 0.1 for sgd, 0.001 for adamw)", parse=positive, metavar="LR"
+)
+PRICE = Option(
+    name="price", help="price of one device for an hour, in any currency, as in 2.49", parse=price, metavar="P"
+)
+MICROBATCHES = Option(
+    name="microbatches",
+    help="microbatches of one step, a power of two (default: the fastest number)",
+    parse=count,
+    metavar="N",
 )
 PLAN = Option(name="plan", help="plan file (default: the newest in runs/plans)", positional=True, metavar="PLAN")
 PROFILE = Option(

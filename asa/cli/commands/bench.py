@@ -14,7 +14,6 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import UnavailableError, UsageError, WorkersFailedError, lacking
 from asa.ir import codec
-from asa.ir.units import time_span
 
 if TYPE_CHECKING:
     from asa.cli.bench_setup import DeviceType
@@ -163,12 +162,10 @@ VERBS = (
                 parse=o.counts,
                 metavar="B,B",
             ),
-            Option(
-                name="budget",
+            o.span(
+                "budget",
                 help="time for measuring: 90s, 10m (default: 5m)",
-                parse=time_span,
                 default=300.0,
-                metavar="T",
             ),
             Option(
                 name="study",
@@ -198,20 +195,8 @@ VERBS = (
                 metavar="A",
                 needs="study",
             ),
-            Option(
-                name="price",
-                help="price of one device for an hour, in any currency, as in 2.49: report costs of an epoch, and with "
-                "--study of a run",
-                parse=o.price,
-                metavar="P",
-            ),
-            Option(
-                name="microbatches",
-                help="with --study: microbatches of one step, a power of two (default: the fastest number)",
-                parse=o.count,
-                metavar="N",
-                needs="study",
-            ),
+            o.option(o.PRICE, help=f"{o.PRICE.help}: report costs of an epoch, and with --study of a run"),
+            o.option(o.MICROBATCHES, help=f"with --study: {o.MICROBATCHES.help}", needs="study"),
             o.option(
                 o.DEVICE,
                 help="where to run; auto: CUDA if there is a GPU; emulated: sleep for the times in a profile, X times "

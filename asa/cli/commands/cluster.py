@@ -10,7 +10,6 @@ from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
-from asa.ir.units import time_span
 
 _NOTABLY_LONGER = 1.5
 
@@ -106,12 +105,10 @@ VERBS = (
             o.option(o.GPUS, help="number of ranks (default: all GPUs, or all cores)"),
             o.DEVICE,
             Option(name="name", help="name of the cluster (default: local-BACKEND-RANKS)", metavar="NAME"),
-            Option(
-                name="time-limit",
+            o.span(
+                "time-limit",
                 help="approximate time for measuring: 90s, 10m (default: 90s)",
-                parse=time_span,
                 default=90.0,
-                metavar="T",
             ),
             o.option(o.OUTPUT, help="file to write (default: profiles/cluster.NAME.json)"),
             o.JSON,

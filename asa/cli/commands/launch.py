@@ -16,7 +16,6 @@ from asa.errors import AsaError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
-from asa.ir.units import time_span
 from asa.profiler.paths import slug
 
 SYSTEMS = ("slurm", "k8s", "ray")
@@ -193,11 +192,9 @@ VERBS = (
                 help="cluster that says how many devices a machine has (default: the plan's)",
                 unless="gpus_per_node",
             ),
-            Option(
-                name="time",
+            o.span(
+                "time",
                 help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)",
-                parse=time_span,
-                metavar="T",
             ),
             Option(
                 name="partition",

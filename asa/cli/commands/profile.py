@@ -8,7 +8,6 @@ from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
-from asa.ir.units import time_span
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -72,12 +71,10 @@ VERBS = (
                 default=8,
                 metavar="N",
             ),
-            Option(
-                name="time-limit",
+            o.span(
+                "time-limit",
                 help="stop measuring after this time: 90s, 10m (default: 75s)",
-                parse=time_span,
                 default=75.0,
-                metavar="T",
             ),
             Option(
                 name="staleness",
@@ -123,12 +120,10 @@ VERBS = (
                 metavar="N",
                 needs="staleness",
             ),
-            Option(
-                name="staleness-limit",
+            o.span(
+                "staleness-limit",
                 help="start no run of --staleness after this time: 90s, 10m (default: 5m)",
-                parse=time_span,
                 default=300.0,
-                metavar="T",
                 needs="staleness",
             ),
             o.option(

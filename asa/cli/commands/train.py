@@ -446,12 +446,7 @@ VERBS = (
                 parse=o.share,
                 metavar="A",
             ),
-            Option(
-                name="price",
-                help="price of one device for an hour, in any currency, as in 2.49: report costs",
-                parse=o.price,
-                metavar="P",
-            ),
+            o.option(o.PRICE, help=f"{o.PRICE.help}: report costs"),
             o.DATA_ROOT,
             Option(
                 name="download",
@@ -494,12 +489,10 @@ VERBS = (
                 default=(),
                 metavar="A,B",
             ),
-            Option(
-                name="timeout",
+            o.span(
+                "timeout",
                 help="time without a sign of life after which a rank counts as hung: 90s, 10m (default: 5m)",
-                parse=time_span,
                 default=300.0,
-                metavar="T",
             ),
             o.option(o.COMPRESS, help=f"{o.COMPRESS.help} (default: the plan's)"),
             o.option(

@@ -7,7 +7,6 @@ from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.ir import codec
-from asa.ir.units import time_span
 from asa.launch.devices import check_cuda
 from asa.strategies import offered
 
@@ -51,12 +50,10 @@ VERBS = (
             o.option(o.DEVICE, help="where to run; auto: as planned", default="auto"),
             Option(name="samples", help="samples of one batch (default: a few per rank)", parse=o.count, metavar="N"),
             o.SEED,
-            Option(
-                name="timeout",
+            o.span(
+                "timeout",
                 help="time without progress after which a side counts as hung: 90s, 10m (default: 60s)",
-                parse=time_span,
                 default=60.0,
-                metavar="T",
             ),
             o.JSON,
         ),
