@@ -206,6 +206,16 @@ def option(base: Option, **changes: Any) -> Option:
     return dataclasses.replace(base, **changes)
 
 
+def number(name: str, *, help: str, metavar: str = "N", **more: Any) -> Option:
+    """An option that takes a whole number from 1."""
+    return Option(name=name, help=help, parse=count, metavar=metavar, **more)
+
+
+def switch(name: str, *, help: str, **more: Any) -> Option:
+    """An option without a value."""
+    return Option(name=name, help=help, switch=True, default=False, **more)
+
+
 def span(name: str, *, help: str, **more: Any) -> Option:
     """An option that takes a time span."""
     return Option(name=name, help=help, parse=time_span, metavar="T", **more)

@@ -162,11 +162,7 @@ VERBS = (
                 parse=o.counts,
                 metavar="B,B",
             ),
-            o.span(
-                "budget",
-                help="time for measuring: 90s, 10m (default: 5m)",
-                default=300.0,
-            ),
+            o.span("budget", help="time for measuring: 90s, 10m (default: 5m)", default=300.0),
             Option(
                 name="study",
                 help="run a published comparison, or with grid all combinations of the other options; can be resumed",
@@ -181,13 +177,7 @@ VERBS = (
                 metavar="E,E",
                 needs="study",
             ),
-            Option(
-                name="dry-run",
-                help="with --study: show what would run, and about how long it takes",
-                switch=True,
-                default=False,
-                needs="study",
-            ),
+            o.switch("dry-run", help="with --study: show what would run, and about how long it takes", needs="study"),
             Option(
                 name="target-accuracy",
                 help="with --study: report epochs, time and cost to this accuracy, as in 0.9",
@@ -216,11 +206,9 @@ VERBS = (
             o.option(o.DATA, help=f"{o.DATA.help}; several with --study", parse=o.several_data, default=("cifar100",)),
             o.option(o.DATA_ROOT, needs=""),
             o.option(o.SEED, help=f"{o.SEED.help}; several with --study", parse=o.seeds, default=(0,), metavar="S,S"),
-            Option(
-                name="check-sealed",
+            o.switch(
+                "check-sealed",
                 help="measure what was predicted before for machines like this one, and score the predictions",
-                switch=True,
-                default=False,
                 heeds=("models", "gpus", "budget", "device", "seed", "sealed", "json"),
             ),
             Option(

@@ -105,11 +105,7 @@ VERBS = (
             o.option(o.GPUS, help="number of ranks (default: all GPUs, or all cores)"),
             o.DEVICE,
             Option(name="name", help="name of the cluster (default: local-BACKEND-RANKS)", metavar="NAME"),
-            o.span(
-                "time-limit",
-                help="approximate time for measuring: 90s, 10m (default: 90s)",
-                default=90.0,
-            ),
+            o.span("time-limit", help="approximate time for measuring: 90s, 10m (default: 90s)", default=90.0),
             o.option(o.OUTPUT, help="file to write (default: profiles/cluster.NAME.json)"),
             o.JSON,
         ),

@@ -181,21 +181,13 @@ VERBS = (
                 metavar="|".join(SYSTEMS),
             ),
             o.PLAN,
-            Option(
-                name="gpus-per-node",
-                help="ranks on each machine (default: from the plan's cluster)",
-                parse=o.count,
-                metavar="N",
-            ),
+            o.number("gpus-per-node", help="ranks on each machine (default: from the plan's cluster)"),
             o.option(
                 o.CLUSTER,
                 help="cluster that says how many devices a machine has (default: the plan's)",
                 unless="gpus_per_node",
             ),
-            o.span(
-                "time",
-                help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)",
-            ),
+            o.span("time", help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)"),
             Option(
                 name="partition",
                 help="partition (default: the site's)",
@@ -217,11 +209,8 @@ VERBS = (
                 metavar="NAME",
                 needs="system=slurm",
             ),
-            Option(
-                name="cpus",
-                help="cores on each machine for all its ranks (default: 8 a GPU, with Ray 1; 1 a CPU rank)",
-                parse=o.count,
-                metavar="N",
+            o.number(
+                "cpus", help="cores on each machine for all its ranks (default: 8 a GPU, with Ray 1; 1 a CPU rank)"
             ),
             Option(
                 name="image",

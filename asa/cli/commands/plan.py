@@ -298,27 +298,15 @@ VERBS = (
                 parse=o.several,
                 metavar="K",
             ),
-            o.span(
-                "budget",
-                help="time for --verify: 90s, 10m (default: 60s)",
-                needs="verify",
-            ),
-            Option(name="top", help="show the K plans of least predicted time", parse=o.count, default=1, metavar="K"),
+            o.span("budget", help="time for --verify: 90s, 10m (default: 60s)", needs="verify"),
+            o.number("top", help="show the K plans of least predicted time", default=1, metavar="K"),
             Option(name="frontier", help="show the best step time for each amount of memory per device", switch=True),
             o.option(o.PRICE, help=f"{o.PRICE.help}: show time and cost of an epoch"),
-            Option(
-                name="epoch-samples",
-                help="samples of one epoch, for --price (default: 50000, as in CIFAR)",
-                parse=o.count,
-                metavar="N",
-                needs="price",
+            o.number(
+                "epoch-samples", help="samples of one epoch, for --price (default: 50000, as in CIFAR)", needs="price"
             ),
-            Option(
-                name="epochs",
-                help="epochs of a run, for --price: show its time and cost, too",
-                parse=o.count,
-                metavar="E",
-                needs="price",
+            o.number(
+                "epochs", help="epochs of a run, for --price: show its time and cost, too", metavar="E", needs="price"
             ),
             o.MICROBATCHES,
             Option(

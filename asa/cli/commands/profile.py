@@ -64,23 +64,11 @@ VERBS = (
             o.PRECISION,
             o.MEMORY_FORMAT,
             o.COMPILE,
-            Option(
-                name="max-tensor-degree",
-                help="measure tensor parallelism up to this degree",
-                parse=o.count,
-                default=8,
-                metavar="N",
-            ),
-            o.span(
-                "time-limit",
-                help="stop measuring after this time: 90s, 10m (default: 75s)",
-                default=75.0,
-            ),
-            Option(
-                name="staleness",
+            o.number("max-tensor-degree", help="measure tensor parallelism up to this degree", default=8),
+            o.span("time-limit", help="stop measuring after this time: 90s, 10m (default: 75s)", default=75.0),
+            o.switch(
+                "staleness",
                 help="also measure, on one device, how late gradients and rare synchronisation slow down learning",
-                switch=True,
-                default=False,
             ),
             o.option(
                 o.DATA,
@@ -104,20 +92,11 @@ VERBS = (
                 metavar="N",
                 needs="staleness",
             ),
-            Option(
-                name="seeds",
-                help="number of runs for each setting of --staleness",
-                parse=o.count,
-                default=5,
-                metavar="N",
-                needs="staleness",
-            ),
-            Option(
-                name="steps",
+            o.number("seeds", help="number of runs for each setting of --staleness", default=5, needs="staleness"),
+            o.number(
+                "steps",
                 help="global batches of each run of --staleness: as many as the training will have",
-                parse=o.count,
                 default=200,
-                metavar="N",
                 needs="staleness",
             ),
             o.span(

@@ -395,7 +395,7 @@ VERBS = (
                 metavar="PLAN|MODEL",
             ),
             o.DATA,
-            Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
+            o.number("epochs", help="passes over the data", default=1, metavar="E"),
             o.LEARNING_RATE,
             o.option(
                 o.OPTIMIZER,
@@ -407,12 +407,7 @@ VERBS = (
                 metavar="NAME",
             ),
             o.SEED,
-            Option(
-                name="resume",
-                help="continue the run in --out, or the newest run, with that run's settings",
-                switch=True,
-                default=False,
-            ),
+            o.switch("resume", help="continue the run in --out, or the newest run, with that run's settings"),
             Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
             *REHEARSAL[1:2],
             *planned_here.OPTIONS,
@@ -434,12 +429,7 @@ VERBS = (
                 default="cosine",
                 metavar="NAME",
             ),
-            Option(
-                name="steps-per-epoch",
-                help="end every epoch after N steps (default: all data)",
-                parse=o.count,
-                metavar="N",
-            ),
+            o.number("steps-per-epoch", help="end every epoch after N steps (default: all data)"),
             Option(
                 name="target-accuracy",
                 help="report epochs, time and cost to this figure of validation, as in 0.9",
@@ -448,13 +438,8 @@ VERBS = (
             ),
             o.option(o.PRICE, help=f"{o.PRICE.help}: report costs"),
             o.DATA_ROOT,
-            Option(
-                name="download",
-                help="download official files that are missing",
-                switch=True,
-                default=False,
-                needs=o.DATA_ROOT.needs,
-                harmless=True,
+            o.switch(
+                "download", help="download official files that are missing", needs=o.DATA_ROOT.needs, harmless=True
             ),
             Option(
                 name="save-every",
@@ -463,25 +448,14 @@ VERBS = (
                 default=600.0,
                 metavar="T",
             ),
-            Option(
-                name="no-replan",
-                help="keep the plan, even if devices become slow; end if a rank is lost",
-                switch=True,
-                default=False,
+            o.switch("no-replan", help="keep the plan, even if devices become slow; end if a rank is lost"),
+            o.switch(
+                "no-observe", help="do not record, step by step, what each rank computes and for which rank it waits"
             ),
-            Option(
-                name="no-observe",
-                help="do not record, step by step, what each rank computes and for which rank it waits",
-                switch=True,
-                default=False,
+            o.number(
+                "trace", help="record N steps as a timeline for Perfetto, next to the planned one, in the run's folder"
             ),
-            Option(
-                name="trace",
-                help="record N steps as a timeline for Perfetto, next to the planned one, in the run's folder",
-                parse=o.count,
-                metavar="N",
-            ),
-            Option(name="tensorboard", help="write TensorBoard logs", switch=True, default=False),
+            o.switch("tensorboard", help="write TensorBoard logs"),
             Option(
                 name="track",
                 help="write curves on this machine for tensorboard, wandb (offline) or mlflow",

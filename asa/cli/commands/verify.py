@@ -5,7 +5,7 @@ from __future__ import annotations
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
-from asa.cli.verb import Arguments, Option, Verb
+from asa.cli.verb import Arguments, Verb
 from asa.ir import codec
 from asa.launch.devices import check_cuda
 from asa.strategies import offered
@@ -48,7 +48,7 @@ VERBS = (
         options=(
             o.PLAN,
             o.option(o.DEVICE, help="where to run; auto: as planned", default="auto"),
-            Option(name="samples", help="samples of one batch (default: a few per rank)", parse=o.count, metavar="N"),
+            o.number("samples", help="samples of one batch (default: a few per rank)"),
             o.SEED,
             o.span(
                 "timeout",
