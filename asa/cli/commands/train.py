@@ -155,35 +155,22 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
 
 
 def _settings(args: Arguments, plan: Plan, out: Path, *, pretended: bool) -> TrainSettings:
-    """The settings of a run in folder ``out``; ``pretended``: on emulated devices."""
+    """The settings of a run in folder ``out``, most of which are options of the same name; ``pretended``: on emulated
+    devices."""
     from asa.executor.training.settings import TrainSettings
 
-    return TrainSettings(
-        out=str(out),
-        data=args.data,
-        data_root=args.data_root,
-        download=args.download,
-        epochs=args.epochs,
-        steps_per_epoch=args.steps_per_epoch,
-        lr=args.lr,
-        optimizer=args.optimizer,
-        loss=args.loss,
-        metric=args.metric,
-        schedule=args.schedule,
-        seed=args.seed,
-        device="cpu" if pretended else args.device,
-        resume=args.resume,
+    settings = {
+        **{name: value for name, value in vars(args).items() if name in TrainSettings.__annotations__},
+        "out": str(out),
+        "device": "cpu" if pretended else args.device,
         # A new plan could change the discipline, which the user did not ask for.
-        replan=not (args.no_replan or pretended or plan.consistency),
-        tensorboard=args.tensorboard,
-        track=args.track,
-        trace_steps=args.trace or 0,
-        observe=not args.no_observe,
-        save_every_s=args.save_every,
-        timeout_s=args.timeout,
-        target_accuracy=args.target_accuracy,
-        price=args.price,
-    )
+        "replan": not (args.no_replan or pretended or plan.consistency),
+        "trace_steps": args.trace or 0,
+        "observe": not args.no_observe,
+        "save_every_s": args.save_every,
+        "timeout_s": args.timeout,
+    }
+    return TrainSettings(**settings)
 
 
 def work_of(plan: Plan, console: Console) -> Work | None:
