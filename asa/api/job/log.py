@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from asa.api.rank_context import RankContext
 from asa.errors import AsaError
-from asa.executor.running.prepare import write_plan
+from asa.executor.running import stored_settings
 from asa.executor.training.logs import RESULT, RunLog
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
@@ -26,7 +26,7 @@ def begin(
     (log.folder / RESULT).unlink(missing_ok=True)
     if resumed:
         log.recall(epoch)
-    write_plan(plan, log.folder)
+    stored_settings.keep(plan, log.folder / "plan.json")
     log(
         {
             "event": "start", "plan_fingerprint": codec.fingerprint(plan), "model": plan.model_spec,

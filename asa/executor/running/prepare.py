@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
+from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.executor.running import stored_settings
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
@@ -94,8 +94,8 @@ def prepare(
             if len(log.epochs) < epoch:
                 notes.append(f"the log tells of {len(log.epochs)} of the {epoch} epochs before; results have no others")
             notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){finished}"]
-        write_plan(plan, out)
-        stored_settings.keep(settings, out)
+        stored_settings.keep(plan, out / "plan.json")
+        stored_settings.keep(settings, out / stored_settings.SETTINGS)
         log(
             {
                 "event": "start",
@@ -220,15 +220,3 @@ def _other_samples(manifest: Manifest, settings: TrainSettings, train: ImageSet)
         f"--data {settings.data} has other samples than at step {manifest.step}, as many of them: files were changed, "
         "or are read by another version of a package; training continues with these"
     ]
-
-
-def write_plan(plan: Plan, out: Path) -> None:
-    """Write ``plan`` to the folder of its run, from which a resumed run reads it.
-
-    Raises:
-        UnavailableError: it cannot be written.
-    """
-    try:
-        codec.save(plan, out / "plan.json")
-    except OSError as error:
-        raise UnavailableError(f"cannot write {out / 'plan.json'}: {error.strerror or error}") from None

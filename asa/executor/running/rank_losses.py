@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 
 from asa.errors import AsaError, WorkersFailedError
+from asa.executor.running import stored_settings
 from asa.executor.running.member import Job
 from asa.executor.running.outdir import CHECKPOINTS
-from asa.executor.running.prepare import write_plan
 from asa.executor.training import checkpoint, snapshots
 from asa.executor.training.logs import Event, RunLog
 from asa.ir.codec import fingerprint
@@ -102,7 +102,7 @@ class RankLosses:
             leave_device_out(failure.rank)
         self._starts = 0
         log(regroup_event(plan, fewer, str(failure), failure.rank))
-        write_plan(fewer, Path(job.settings.out))
+        stored_settings.keep(fewer, Path(job.settings.out) / "plan.json")
         return replace(without_snapshots(job), plan=fewer, snapshots=_files(job, fewer))
 
 

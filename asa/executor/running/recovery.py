@@ -25,10 +25,11 @@ from asa.errors import (
     PreemptedError,
     WorkersFailedError,
 )
+from asa.executor.running import stored_settings
 from asa.executor.running.exhausted import NOTE
 from asa.executor.running.member import Ending, Job
 from asa.executor.running.outdir import CHECKPOINTS
-from asa.executor.running.prepare import Material, write_plan
+from asa.executor.running.prepare import Material
 from asa.executor.running.rank_losses import RankLosses, Regroup, change_event, regroup_event, without_snapshots
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
@@ -269,7 +270,7 @@ def _load_or_none(kind: type[T], path: Path) -> T | None:
 
 def record_plan(out: Path, plan: Plan) -> None:
     """Record that the run continues under ``plan``, and remove the note of the shortage."""
-    write_plan(plan, out)
+    stored_settings.keep(plan, out / "plan.json")
     (out / NOTE).unlink(missing_ok=True)
 
 
