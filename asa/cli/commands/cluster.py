@@ -34,7 +34,7 @@ def run_list(_: Arguments, console: Console) -> None:
         }
         for origin, c in clusters
     ]
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "clusters", "clusters": rows}
+    data = {"kind": "clusters", "clusters": rows}
     console.result(data, lambda: [report.overview(clusters), report.legend(clusters)])
 
 

@@ -38,7 +38,7 @@ def run(args: Arguments, console: Console) -> None:
     profile, cluster = choose.origins(plan, console, args)
     if plan.consistency is not None:
         console.say(choose.said_of_discipline(plan))
-    data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
+    data = {"plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)
     other = why_not(plan, profile, cluster, offered(), args.why_not, memory_bytes=args.memory) if args.why_not else None
@@ -71,7 +71,7 @@ def _show_run(args: Arguments, console: Console) -> None:
     history = story(events(Path(args.plan) / LOG))
     if not history.happenings and not history.stretches:
         raise InvalidInputError(f"{Path(args.plan) / LOG} tells of no run")
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "story", "run": str(args.plan), **codec.to_data(history)}
+    data = {"kind": "story", "run": str(args.plan), **codec.to_data(history)}
     console.result(data, lambda: render(history))
     if args.report:
         from asa.ir.plan import Plan

@@ -69,7 +69,6 @@ def run(args: Arguments, console: Console) -> None:
     else:
         text = jobs.slurm(job) if args.system == "slurm" else jobs.ray(job)
     data = {
-        "schema_version": codec.SCHEMA_VERSION,
         "kind": "job",
         "system": args.system,
         "plan": str(path),

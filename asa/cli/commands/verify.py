@@ -35,7 +35,7 @@ def run(args: Arguments, console: Console) -> int:
     )
     with console.waiting(f"verifying {plan.model_spec}"):
         verdict = verify(plan, factory, offered(), device=device, samples=args.samples, silence_s=args.timeout)
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(verdict)}
+    data = {"kind": "equivalence", **codec.to_data(verdict)}
     console.result(data, lambda: report.render(verdict))
     return 0 if verdict.equivalent or verdict.within_tolerance else 1
 

@@ -50,7 +50,6 @@ def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s
     """The content of :func:`planned` as a document."""
     return {
         "kind": "study-plan",
-        "schema_version": 1,
         "study": name,
         "folder": str(folder),
         "budget_s": budget_s,
