@@ -137,9 +137,6 @@ class Recorder(ComponentTimer):
         finally:
             del link._started
 
-    def _at(self, mark: Any) -> float:
-        return seconds_between(self._began, mark)
-
     def _read_all(self, recorded: Any) -> None:
         profiled = self._profiled(recorded)
         blocking = [
@@ -159,7 +156,7 @@ class Recorder(ComponentTimer):
         begun: dict[tuple[str, int], float] = {}
         forwards = backwards = -1
         for what, i, mark in self._marks:
-            at = self._at(mark)
+            at = seconds_between(self._began, mark)
             if what == "step":
                 forwards = backwards = -1
                 begun = {("step", -1): at}
