@@ -275,6 +275,3 @@ def _without(span: Span, blocking: list[Span]) -> list[Span]:
 def _same(work: Span, call: Span) -> bool:
     """Whether ``work``, recorded by the library, is what ``call`` waited for."""
     return call.start_s <= work.start_s + 1e-5 and work.end_s <= call.end_s + 1e-4
-
-
-__all__ = ["Recorder", "Span"]
