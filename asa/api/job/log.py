@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from asa.api.rank_context import RankContext
 from asa.errors import AsaError
 from asa.executor.running import stored_settings
+from asa.executor.running.prepare import start_event
 from asa.executor.training.logs import RESULT, RunLog
 from asa.executor.training.settings import TrainSettings
-from asa.ir import codec
 from asa.ir.plan import Plan
 
 
@@ -27,14 +27,10 @@ def begin(
     if resumed:
         log.recall(epoch)
     stored_settings.keep(plan, log.folder / "plan.json")
-    log(
-        {
-            "event": "start", "plan_fingerprint": codec.fingerprint(plan), "model": plan.model_spec,
-            "ranks": place.ranks, "device": place.device.type, "global_batch": plan.global_batch,
-            "settings": codec.to_data(settings), "data": ["a loader"], "resumed_step": step if resumed else None,
-            "out": str(log.folder),
-        }
-    )  # fmt: skip
+    log(start_event(
+        plan, settings, ranks=place.ranks, device=place.device.type, data=["a loader"],
+        resumed_step=step if resumed else None, out=str(log.folder),
+    ))  # fmt: skip
 
 
 @contextmanager
