@@ -7,6 +7,7 @@ its type is checked, and it is refused before a byte of it is read.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -64,6 +65,12 @@ def kind_at(path: Path | str) -> str:
 
 def _kind(mode: int) -> str:
     return next((name for test, name in _KINDS if test(mode)), "something else")
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a regular file of any size."""
+    with open_regular(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:

@@ -36,7 +36,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.graph import LayerGraph
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision, Profile
-from asa.ir.sealed import FIRST, Claim, newest, read, sealed
+from asa.ir.sealed import FIRST, Claim, digest, newest, read
 from asa.planner import Request, plan
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
@@ -78,6 +78,18 @@ def measured(folder: Path) -> tuple[Profile, ...]:
         with contextlib.suppress(InvalidInputError):
             found.append(codec.load(Profile, path))
     return tuple(p for p in found if not p.execution and not p.provenance.disturbed)
+
+
+def sealed(claim: Claim, *, revision: int, written: str, asa_version: str, previous: str) -> str:
+    """Line of text for a new seal."""
+    content = {
+        "claim": codec.to_data(claim),
+        "revision": revision,
+        "written": written,
+        "asa_version": asa_version,
+        "previous": previous,
+    }
+    return json.dumps({**content, "sha256": digest(content)}, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def profile_of(

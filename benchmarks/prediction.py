@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from foreseen import choices, naive, scores, show
 from turns import groups
 
-from asa.cli import bench_setup, options
+from asa.cli import bench_setup
 from asa.cli.heap import start_program_again
 from asa.cost.planned import price_plan
 from asa.errors import InfeasibleError
@@ -49,6 +49,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
+from asa.ir.units import time_span
 from asa.planner import Request, plan
 from asa.planner.answer.prediction import predict
 from asa.profiler.machine import choose_device, free_memory
@@ -304,7 +305,7 @@ def main() -> None:
     start_program_again()  # with the heap that `asa train` has
     batches = [int(b) for b in args.batches.split(",")]
     if not args.again:
-        ends = time.monotonic() + options.budget(args.budget)
+        ends = time.monotonic() + time_span(args.budget)
         grid = Grid(args.folder, args.gpus, args.group, args.strategies.split(","), ends)
         (args.folder / "profiles").mkdir(parents=True, exist_ok=True)
         todo = [(m, b) for m in args.models.split(",") for b in batches]

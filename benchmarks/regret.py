@@ -58,7 +58,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
-from asa.ir.units import MIB
+from asa.ir.units import MIB, time_span
 from asa.planner import Request
 from asa.profiler.collectives import SIZES
 from asa.profiler.interconnect import measure_cluster
@@ -350,10 +350,10 @@ def main() -> None:
     grid = [(m, b, r) for r in map(int, args.ranks.split(",")) for b in batches for m in models]
     paths = {x: args.folder / "cells" / f"{x[0].replace(':', '-')}.{x[1]}.{x[2]}.json" for x in grid}
     missing = [x for x in grid if not paths[x].is_file()]
-    ends = time.monotonic() + options.budget(args.budget)
+    ends = time.monotonic() + time_span(args.budget)
     for number, (model, batch, ranks) in enumerate(missing):
         left = ends - time.monotonic()
-        own = options.budget(args.cell_budget) if args.cell_budget else left / (len(missing) - number)
+        own = time_span(args.cell_budget) if args.cell_budget else left / (len(missing) - number)
         prepared = PROFILE_S + bench_setup.MEASURE_LIMIT_S
         if left < (own + prepared if args.cell_budget else 0.5 * own):
             say(f"{len(missing) - number} cells are left for another run")

@@ -143,14 +143,14 @@ def test_damage_of_any_kind_falls_back_to_the_one_before(
 
 def test_a_file_that_cannot_be_read_falls_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, 5)
-    newest, sum_of = _write(tmp_path, 10), checkpoint._sum
+    newest, sum_of = _write(tmp_path, 10), checkpoint.checksum
 
     def failing(path: Path) -> str:
         if path.parent == newest:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return sum_of(path)
 
-    monkeypatch.setattr(checkpoint, "_sum", failing)
+    monkeypatch.setattr(checkpoint, "checksum", failing)
     found = checkpoint.find(tmp_path)
     assert found.manifest.step == 5
     assert "cannot be read: Input/output error" in found.notes[0]

@@ -208,8 +208,9 @@ def test_finalists_are_measured_and_the_plan_says_what_that_changed(place):
 
 def test_sealed_predictions_are_checked_on_a_machine_they_speak_of(place):
     from asa.ir.plan import Plan
-    from asa.ir.sealed import FIRST, Claim, sealed
+    from asa.ir.sealed import FIRST, Claim
     from asa.launch.devices import cpu_name
+    from benchmarks.make_sealed import sealed
 
     (path,) = (place / "runs" / "plans").glob("*.json")
     plan = codec.load(Plan, path)

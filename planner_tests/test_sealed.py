@@ -11,9 +11,10 @@ import pytest
 from asa.cli.commands.sealed import matches
 from asa.errors import InvalidInputError
 from asa.ir.bench import BenchEnvironment
-from asa.ir.sealed import FIRST, CheckedCell, Claim, SealedCheck, newest, read, sealed
+from asa.ir.sealed import FIRST, CheckedCell, Claim, SealedCheck, newest, read
 from asa.report.text import sealed as report
 from asa.report.text.tables import plain
+from benchmarks.make_sealed import sealed
 
 
 def claim(strategy: str = "ddp", step: float = 0.5, **changes) -> Claim:

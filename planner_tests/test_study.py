@@ -7,7 +7,6 @@ import json
 import random
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +42,12 @@ TRUTH = Path(__file__).resolve().parents[2] / "shared" / "truth" / "studies.csv"
 
 def args(*words: str):
     return arguments(VERBS[-1], words, {})
+
+
+def one_call(words, rows=None, **more):
+    """A call of the command with the options ``words``, and its rows so far."""
+    usual = {"console": None, "study": None, "folder": Path(), "device": "cpu", "name": "Test CPU"}
+    return verb._Run(args=words, rows={} if rows is None else rows, **usual | more)
 
 
 def cell(strategy: str = "ddp", **changes: object) -> StudyCell:
@@ -157,7 +162,7 @@ def test_more_ranks_than_are_here_are_predicted_for_the_cluster_of_the_study_or_
     assert {b.cluster for b in layers.blocks if b.gpus == 8} == {"a100-nvlink-8"}
     grid = study_grid.define(args("--study", "grid", "--models", "cnn", "--gpus", "8"), most=4, cluster_gpus=None)
     assert [b.cluster for b in grid.blocks] == [None]
-    seconds, basis = verb._estimate(grid.blocks[0], ("ddp",), args("--study", "grid"), None, "cpu", set())
+    seconds, basis = verb._estimate(one_call(args("--study", "grid")), grid.blocks[0], ("ddp",), set())
     assert (seconds, "name a cluster with --cluster" in basis) == (0.0, True)
 
 
@@ -170,7 +175,7 @@ def test_an_estimate_counts_every_training_of_its_own_and_its_start(monkeypatch)
         words = args("--study", "grid", "--models", "tiny", "--data", "digits", "--gpus", gpus, "--epochs", "2",
                      "--strategies", ",".join(strategies))  # fmt: skip
         (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
-        return verb._estimate(block, block.strategies, words, None, "cpu", set())[0]
+        return verb._estimate(one_call(words), block, block.strategies, set())[0]
 
     training = 2 * (1437 // 64) * verb.single_device_step_s(profile, 64)
     for gpus in ("1", "2"):
@@ -263,9 +268,10 @@ def test_a_study_comes_back_from_its_file_and_does_only_what_is_left(tmp_path, m
     assert kept is not None
     found = {r.cell: r for r in kept.rows}
     assert found == {r.cell: r for r in rows}
-    left = verb._open_strategies(block, args("--study", "grid", "--models", "tiny"), found, "Test CPU")
+    left = verb._open_strategies(one_call(args("--study", "grid", "--models", "tiny"), found), block)
     assert left == ("tensor", "fsdp", "hybrid"), "what has figures stays; refusals and runs cut short are tried again"
-    assert verb._open_strategies(block, args("--study", "grid"), found, "Another CPU") == block.strategies
+    another = one_call(args("--study", "grid"), found, name="Another CPU")
+    assert verb._open_strategies(another, block) == block.strategies
 
 
 def test_what_was_refused_takes_no_time_when_it_is_tried_again(tmp_path, monkeypatch):
@@ -276,10 +282,11 @@ def test_what_was_refused_takes_no_time_when_it_is_tried_again(tmp_path, monkeyp
     why = StudyRow(cell=cell("fsdp", epochs=1), state="refused", result=None, why="no memory")
     found = {why.cell: why}
     got: list[dict] = []
-    monkeypatch.setattr(verb, "_estimate", lambda block, strategies, *_: (5.0 * len(strategies), "guessed"))
+    monkeypatch.setattr(verb, "_estimate", lambda _this, _block, strategies, *_: (5.0 * len(strategies), "guessed"))
     console = SimpleNamespace(result=lambda data, parts: got.append(data))
+    this = one_call(words, found, console=console, study=definition, folder=tmp_path)
     for strategies in (("fsdp", "ddp"), ("fsdp",), ()):
-        verb._show_work(words, console, definition, [(block, strategies)], found, tmp_path, "cpu", "Test CPU")
+        verb._show_work(this, [(block, strategies)])
     assert [d["about_s"] for d in got] == [5.0, 0.0, 0.0]
     assert [d["blocks"][0]["how"] for d in got] == ["guessed", "refused before, and tried again", "done"]
 
@@ -376,9 +383,9 @@ def test_rounds_that_are_finished_are_kept_whatever_ends_a_comparison(ending, mo
     assert heard["ddp"].step_time_s.n == 3
     assert any("ended after round 1 of 9" in note for note in site.notes)
     rows: dict = {}
-    verb._store_rows(rows, site.block, ("ddp",), words, "Test CPU", heard, "")
+    verb._store_rows(one_call(words, rows), site.block, ("ddp",), heard, "")
     assert [(r.state, r.ended_early) for r in rows.values()] == [("measured", True)]
-    assert verb._open_strategies(site.block, words, rows, "Test CPU") == ("ddp",), "the same command runs it again"
+    assert verb._open_strategies(one_call(words, rows), site.block) == ("ddp",), "the same command runs it again"
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), PreemptedError("everything is saved")])
@@ -525,13 +532,11 @@ def test_what_is_finished_is_stored_before_the_next_strategy_begins(monkeypatch,
             folder=tmp_path, budget_s=1.0,
         ),
     )  # fmt: skip
-    rows: dict = {}
-    write = partial(verb._write, definition, words, rows, tmp_path, "Test CPU")
     with pytest.raises(KeyboardInterrupt):
-        verb._block(block, words, None, "cpu", "Test CPU", rows, tmp_path, 1.0, write)
+        verb._block(one_call(words, study=definition, folder=tmp_path), block, 1.0)
     kept = verb._stored_study(tmp_path)
     assert [(r.cell.strategy, r.state) for r in kept.rows] == [("alone", "measured"), ("ddp", "measured")]
-    assert verb._open_strategies(block, words, {r.cell: r for r in kept.rows}, "Test CPU") == ("other",)
+    assert verb._open_strategies(one_call(words, {r.cell: r for r in kept.rows}), block) == ("other",)
 
 
 def test_the_order_of_a_table_is_that_of_the_study_and_cells_of_another_process_stay(monkeypatch, tmp_path):
@@ -543,7 +548,7 @@ def test_the_order_of_a_table_is_that_of_the_study_and_cells_of_another_process_
     gap = StudyRow(cell=cell("fsdp"), state="open", result=None, why="the budget is used up")
     codec.save(study(other, replace(row("ddp"), cell=cell("fsdp"))), tmp_path / verb.FILE)
     rows = {r.cell: r for r in (gap, late, early)}
-    made = verb._write(definition, words, rows, tmp_path, "Test CPU")
+    made = verb._write(one_call(words, rows, study=definition, folder=tmp_path))
     assert [(r.cell.strategy, r.state) for r in made.rows] == [
         ("ddp", "measured"), ("tensor", "measured"), ("fsdp", "measured"), ("hybrid", "measured"),
     ]  # fmt: skip
@@ -559,7 +564,7 @@ def test_other_microbatches_than_asked_for_are_run_again(monkeypatch):
     for asked, left in (((), ("gpipe",)), (("--microbatches", "2"), ()), (("--microbatches", "4"), ("gpipe",))):
         given = args(*words, *asked)
         (block,) = study_grid.define(given, most=2, cluster_gpus=None).blocks
-        assert verb._open_strategies(block, given, rows, "Test CPU") == left, "one number serves no other request"
+        assert verb._open_strategies(one_call(given, rows), block) == left, "one number serves no other request"
 
 
 @pytest.mark.parametrize("more", [("--classes", "7"), ("--memory", "2GiB"), ("--strategies", "ddp,ps_sync")])
@@ -569,12 +574,12 @@ def test_cells_differ_in_whatever_changes_their_results(more, monkeypatch, tmp_p
     (usual,), (changed,) = (
         study_grid.define(args(*words, *w), most=2, cluster_gpus=None).blocks for w in ((), more)
     )  # fmt: skip
-    before = verb._cells(usual, "ddp", args(*words), "Test CPU", (3, 8, 8))
+    before = verb._cells(one_call(args(*words)), usual, "ddp")
     assert before == [cell("ddp", epochs=1)], "cells of older files have none of the newer fields"
     codec.save(study(*(replace(row(), cell=c) for c in before)), tmp_path / verb.FILE)
     rows = {r.cell: r for r in verb._stored_study(tmp_path).rows}
-    assert verb._open_strategies(usual, args(*words), rows, "Test CPU") == ()
-    assert "ddp" in verb._open_strategies(changed, args(*words, *more), rows, "Test CPU")
+    assert verb._open_strategies(one_call(args(*words), rows), usual) == ()
+    assert "ddp" in verb._open_strategies(one_call(args(*words, *more), rows), changed)
 
 
 def test_a_training_of_its_own_says_how_its_pipeline_ran(tmp_path, monkeypatch):
@@ -604,7 +609,7 @@ def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_p
     found = study_runners.train_each(site, block.strategies)
     rows: dict = {}
     monkeypatch.setattr(verb, "_shape", lambda block, args: (3, 8, 8))
-    verb._store_rows(rows, block, block.strategies, words, "Test CPU", found, "")
+    verb._store_rows(one_call(words, rows), block, block.strategies, found, "")
     (only,) = rows.values()
     assert only.state == "open"
     assert " and 200 ms of --budget are left for it" in only.why
@@ -613,7 +618,7 @@ def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_p
     assert "refused" not in text
     # Figures of a run that ended early stay where there is no time for another one.
     rows = {only.cell: replace(only, state="measured", result=row().result)}
-    verb._store_rows(rows, block, block.strategies, words, "Test CPU", None, "the budget is used up")
+    verb._store_rows(one_call(words, rows), block, block.strategies, None, "the budget is used up")
     assert [r.state for r in rows.values()] == ["measured"]
 
 
@@ -633,7 +638,7 @@ def test_predictions_are_made_even_if_measuring_took_all_of_the_time(monkeypatch
     monkeypatch.setattr(verb, "_check", lambda *_: None)
     ran = []
 
-    def block(block, args, console, *_):
+    def block(_, block, _share_s):
         ran.append(block.mode)
         clock[0] += 1000.0 if block.mode == "measured" else 1.0
 
@@ -709,7 +714,7 @@ def test_a_shorter_run_does_not_replace_a_longer_one(monkeypatch):
     for epoch, kept in ((3.0, 3.0), (2.0, 3.0), (4.0, 4.0)):
         point = replace(at.result.accuracy[-1], epoch=epoch)
         found = {"single": replace(at.result, strategy="single", accuracy=(point,))}
-        verb._store_rows(rows, block, block.strategies, words, "Test CPU", found, "")
+        verb._store_rows(one_call(words, rows), block, block.strategies, found, "")
         (only,) = rows.values()
         assert only.result.accuracy[-1].epoch == kept
 
@@ -972,8 +977,9 @@ def test_a_busy_machine_is_said_of_the_strategy_that_it_disturbed(monkeypatch, t
             folder=tmp_path, budget_s=1.0,
         ),
     )  # fmt: skip
+    monkeypatch.setattr(verb, "_write", lambda _: None)
     rows: dict = {}
-    verb._block(block, words, None, "cpu", "Test CPU", rows, tmp_path, 1.0, lambda: None)
+    verb._block(one_call(words, rows, folder=tmp_path), block, 1.0)
     assert {r.cell.strategy: study_figures.busy(r) for r in rows.values()} == {"loud": True, "calm": False}
 
 
@@ -1016,7 +1022,7 @@ def test_a_dry_run_counts_the_samples_that_are_there_and_foresees_refusals(monke
     def estimate(data):
         words = args("--study", "grid", "--models", "tiny", "--data", data, "--gpus", "2", "--strategies", "ps_sync")
         (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
-        return verb._estimate(block, block.strategies, words, None, "cpu", set())
+        return verb._estimate(one_call(words), block, block.strategies, set())
 
     made_up = 5000 // 64 * verb.single_device_step_s(nouns.profile(), 64)
     assert estimate("cifar10")[0] == pytest.approx(made_up + verb._START_S), "there are no 50,000 here"

@@ -78,7 +78,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("data", ["shapes", "folder:a b", "coco:x", "arrow:t.arrow", "my.module:data", "loader"])
 def test_a_run_recalls_the_data_it_was_given(data: str, tmp_path: Path) -> None:
-    keep(TrainSettings(out=str(tmp_path), data=data, epochs=7), tmp_path)
+    keep(TrainSettings(out=str(tmp_path), data=data, epochs=7), tmp_path / "settings.json")
     known, notes = recalled(tmp_path)
     assert (known["data"], known["epochs"], notes) == (data, 7, ())
     with pytest.raises(UsageError, match="no data set is called 'shape'; did you mean shapes"):

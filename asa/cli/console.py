@@ -89,11 +89,13 @@ class Console:
                 sys.stdout.flush()
 
     def document(self, data: dict[str, Any]) -> None:
-        """Print the one JSON document to stdout; nothing without --json, nor after the first document: the end of a
-        command is then reported by its exit code."""
+        """Print the one JSON document to stdout, with its schema version; nothing without --json, nor after the first
+        document: the end of a command is then reported by its exit code."""
         if not self.as_json or not self.first_rank or self._document_printed:
             return
-        text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+        from asa.ir.codec import SCHEMA_VERSION
+
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **data}, indent=1, allow_nan=False) + "\n"
         stream = self._document_to or sys.stdout
         try:
             stream.write(text)

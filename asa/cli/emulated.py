@@ -138,9 +138,7 @@ def mark(result: dict[str, Any], description: str, out: Path) -> dict[str, Any]:
     """Add the field ``emulated`` to the document of a run, also in its folder: its losses and accuracies mean
     nothing."""
     marked = {**result, "emulated": description}
-    temporary = out / ".result.json.tmp"
-    temporary.write_text(json.dumps(marked, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(out / "result.json")
+    codec.write(json.dumps(marked, indent=1, allow_nan=False) + "\n", out / "result.json")
     return marked
 
 

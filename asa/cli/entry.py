@@ -181,10 +181,8 @@ def _end(console: Console, message: str, code: int, debug: bool) -> int:
     with suppress(OSError):  # stderr may be closed; the exit code remains
         sys.stderr.write(f"asa: {line}\n")
         sys.stderr.flush()
-    from asa.ir.codec import SCHEMA_VERSION
-
     with suppress(OSError, UnavailableError):
-        console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
+        console.document({"kind": "error", "exit_code": code, "error": line})
     return code
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from asa.cli.verb import Arguments, Option
 from asa.errors import UsageError
-from asa.ir.staleness import Target, parse_target
 from asa.ir.units import GIB, time_span
 from asa.zoo import specs
 
@@ -95,20 +94,6 @@ def gibibytes(text: str) -> int:
     if value > _MOST_GIB:
         raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
     return int(value * GIB)
-
-
-def budget(text: str) -> float:
-    """Parse a time span: ``90s``, ``10m``, ``2h``; a bare number is seconds.
-
-    >>> budget("90s"), budget("10m"), budget("1.5h")
-    (90.0, 600.0, 5400.0)
-    """
-    return time_span(text)
-
-
-def target(text: str) -> Target:
-    """Parse a target of training: ``accuracy=0.9`` or ``loss=0.5``."""
-    return parse_target(text)
 
 
 def shape(text: str) -> tuple[int, int, int]:
@@ -221,6 +206,21 @@ def option(base: Option, **changes: Any) -> Option:
     return dataclasses.replace(base, **changes)
 
 
+def number(name: str, *, help: str, metavar: str = "N", **more: Any) -> Option:
+    """An option that takes a whole number from 1."""
+    return Option(name=name, help=help, parse=count, metavar=metavar, **more)
+
+
+def switch(name: str, *, help: str, **more: Any) -> Option:
+    """An option without a value."""
+    return Option(name=name, help=help, switch=True, default=False, **more)
+
+
+def span(name: str, *, help: str, **more: Any) -> Option:
+    """An option that takes a time span."""
+    return Option(name=name, help=help, parse=time_span, metavar="T", **more)
+
+
 REPORT = Option(name="report", help="write report.html and figures to DIR", metavar="DIR")
 VERBOSE = Option(name="verbose", short="-v", help="show everything", switch=True, default=False)
 JSON = Option(name="json", help="print one JSON document on stdout, everything else on stderr", switch=True)
@@ -331,6 +331,15 @@ DATA_ROOT = Option(
 )
 LEARNING_RATE = Option(
     name="lr", help="peak learning rate (default: 0.1 for sgd, 0.001 for adamw)", parse=positive, metavar="LR"
+)
+PRICE = Option(
+    name="price", help="price of one device for an hour, in any currency, as in 2.49", parse=price, metavar="P"
+)
+MICROBATCHES = Option(
+    name="microbatches",
+    help="microbatches of one step, a power of two (default: the fastest number)",
+    parse=count,
+    metavar="N",
 )
 PLAN = Option(name="plan", help="plan file (default: the newest in runs/plans)", positional=True, metavar="PLAN")
 PROFILE = Option(

@@ -13,12 +13,14 @@ from typing import ClassVar, Literal
 from asa.ir.codec import noun
 from asa.ir.plan import ScheduleName
 
+Direction = Literal["forward", "backward"]
+
 
 @noun
 class Action:
     """Forward or backward of one microbatch (counted from 0) on a stage."""
 
-    direction: Literal["forward", "backward"]
+    direction: Direction
     microbatch: int
 
 

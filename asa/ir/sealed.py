@@ -74,18 +74,6 @@ def digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(stated, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def sealed(claim: Claim, *, revision: int, written: str, asa_version: str, previous: str) -> str:
-    """Line of text for a new seal."""
-    content = {
-        "claim": codec.to_data(claim),
-        "revision": revision,
-        "written": written,
-        "asa_version": asa_version,
-        "previous": previous,
-    }
-    return json.dumps({**content, "sha256": digest(content)}, separators=(",", ":"), allow_nan=False) + "\n"
-
-
 def read(path: Path) -> list[Seal]:
     """Read all seals of a file, in order, and check every hash.
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from asa import __version__
 from asa.errors import UnavailableError, UsageError
 from asa.instruments.nvml import card_of, topology, watching
-from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Sharding, Waiting
-from asa.ir.drift import Drift
+from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap, RankDevice, Sharding
 from asa.launch import run_ranks, tell, usable_cores
 from asa.profiler.clock import clock_of, solo_clock_of
 from asa.profiler.collectives import SIZES, measure_tables
@@ -44,20 +43,7 @@ class _Task:
     sizes: tuple[int, ...]
     time_limit_s: float
     source: str
-
-
-@dataclass(frozen=True)
-class _Measurement:
-    device: Device
-    tables: tuple[CollectiveTable, ...]
-    contention: tuple[Contention, ...]
-    overlap: Overlap
-    waiting: tuple[Waiting, ...] | None
-    sharding: Sharding | None
-    devices: tuple[RankDevice, ...] | None
-    drift: Drift | None
-    shared_memory: bool
-    disturbed: str = ""
+    name: str | None = None
 
 
 def measure_cluster(
@@ -96,13 +82,13 @@ def measure_cluster(
         raise UnavailableError("this torch has no nccl; measure with gloo")
     today = datetime.now(UTC).date().isoformat()
     source = f"asa cluster measure, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
-    task = _Task(backend=backend, sizes=chosen, time_limit_s=time_limit_s, source=source)
+    task = _Task(backend=backend, sizes=chosen, time_limit_s=time_limit_s, source=source, name=name)
 
     def on_message(_rank: int, message: tuple[float, str]) -> None:
         if progress is not None:
             progress(*message)
 
-    results = run_ranks(
+    return run_ranks(
         num_ranks,
         _on_rank,
         task,
@@ -111,7 +97,6 @@ def measure_cluster(
         limit_s=300 + 5 * time_limit_s,
         on_message=on_message,
     )[0]
-    return _cluster(results, task, num_ranks, name)
 
 
 def _sizes(time_limit_s: float) -> tuple[int, ...]:
@@ -129,56 +114,24 @@ def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0) -> C
     source = f"measured in the running group, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
     task = _Task(backend=backend, sizes=_sizes(time_limit_s), time_limit_s=time_limit_s, source=source)
     with torch.random.fork_rng(devices=[]):
-        measurement = _on_rank(dist.get_rank(), task)
-    return _cluster(measurement, task, dist.get_world_size(), None)
+        return _on_rank(dist.get_rank(), task)
 
 
-def _cluster(measurement: _Measurement, task: _Task, num_ranks: int, name: str | None) -> Cluster:
-    level = Level(
-        name="loopback" if task.backend == "gloo" else "nccl inside the machine",
-        devices=num_ranks,
-        tables=measurement.tables,
-    )
-    return Cluster(
-        name=name or f"local-{task.backend}-{num_ranks}",
-        backend=task.backend,
-        device=measurement.device,
-        num_devices=num_ranks,
-        levels=(level,) if num_ranks > 1 else (),
-        contention=measurement.contention,
-        overlap=measurement.overlap,
-        waiting=measurement.waiting,
-        sharding=measurement.sharding,
-        status="estimated" if measurement.disturbed else "measured",
-        source=task.source + _circumstances(task, measurement),
-        devices=measurement.devices,
-        drift=measurement.drift,
-        shared_memory=measurement.shared_memory,
-    )
-
-
-def _circumstances(task: _Task, measurement: _Measurement) -> str:
-    """Connections between the GPUs, and disturbances of the measurement, in words; empty for CPUs."""
-    texts = [
-        topology() if task.backend == "nccl" else "",
-        f"not to be trusted: {measurement.disturbed}" * bool(measurement.disturbed),
-    ]
-    return "".join(f"; {text}" for text in texts if text)
-
-
-def _on_rank(rank: int, task: _Task) -> _Measurement:
-    """Measurement on each rank. All results are equal, except for rank 0's device and tables."""
+def _on_rank(rank: int, task: _Task) -> Cluster:
+    """The cluster as measured on each rank. All are equal, except for rank 0's device and tables. The source of one of
+    GPUs also tells of connections between them, and of what disturbed the measurement."""
     if task.backend != "nccl":
         return _measured(rank, task)
     with watching(card_of(torch.device("cuda", torch.cuda.current_device()))) as card:
-        measurement = _measured(rank, task)
+        cluster = _measured(rank, task)
     every = [""] * dist.get_world_size()
     dist.all_gather_object(every, card.disturbed)
     why = "; ".join(f"rank {r}: {text}" for r, text in enumerate(every) if text)
-    return replace(measurement, disturbed=why)
+    source = "; ".join(filter(None, (task.source, topology(), f"not to be trusted: {why}" * bool(why))))
+    return replace(cluster, status="estimated" if why else "measured", source=source)
 
 
-def _measured(rank: int, task: _Task) -> _Measurement:
+def _measured(rank: int, task: _Task) -> Cluster:
     device = torch.device("cuda", torch.cuda.current_device()) if task.backend == "nccl" else torch.device("cpu")
     clock, ranks = clock_of(device), dist.get_world_size()
     brief = task.time_limit_s < _BRIEF_S
@@ -237,9 +190,14 @@ def _measured(rank: int, task: _Task) -> _Measurement:
         memory_bandwidth=peaks[2],
     )
     report(1.0, "done")
-    return _Measurement(
-        device=own_device, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
-        devices=devices, drift=reference.drift if reference else None, shared_memory=shared_memory,
+    level = Level(
+        name="loopback" if task.backend == "gloo" else "nccl inside the machine", devices=ranks, tables=tables
+    )
+    return Cluster(
+        name=task.name or f"local-{task.backend}-{ranks}", backend=task.backend, device=own_device, num_devices=ranks,
+        levels=(level,) if ranks > 1 else (), contention=contention, overlap=overlap, waiting=waiting,
+        sharding=sharding, status="measured", source=task.source, devices=devices,
+        drift=reference.drift if reference else None, shared_memory=shared_memory,
     )  # fmt: skip
 
 

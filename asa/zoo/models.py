@@ -228,6 +228,3 @@ def _build(spec: str, num_classes: int, shape: Shape, *, tried: bool) -> nn.Modu
     if spec not in all_names:
         unknown(spec, all_names)
     return _from_torchvision(spec, num_classes, shape, tried=tried)
-
-
-__all__ = ["build", "default_input", "names", "segmentation_names"]

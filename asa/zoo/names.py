@@ -163,6 +163,3 @@ def unknown(spec: str, names: frozenset[str]) -> NoReturn:
     if kind := kind_at(spec):
         hint = f", and {spec} is {kind}; name a model"
     raise UsageError(f"no model is called {spec!r}{hint}")
-
-
-__all__ = ["OWN", "check", "check_installed", "check_module", "of_torchvision", "unknown"]

@@ -62,6 +62,3 @@ SHAPES: dict[str, GPT2Shape | LlamaShape] = {
 def shape_of(spec: str) -> GPT2Shape | LlamaShape | None:
     """Sizes of the language model that ``spec`` names; None for other models."""
     return SHAPES.get(spec)
-
-
-__all__ = ["SHAPES", "GPT2Shape", "LlamaShape", "shape_of"]

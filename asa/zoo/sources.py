@@ -86,6 +86,3 @@ def _names(source: Path) -> frozenset[str] | None:
                 return None
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return frozenset(names)
-
-
-__all__ = ["check_defined"]

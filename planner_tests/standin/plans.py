@@ -88,7 +88,8 @@ def same_losses(folder: Path, plan: Any, close: float = 1e-4, **changes: Any) ->
 
 def seal(folder: Path, card: str = "Stand-In GPU") -> None:
     """A prediction of the stand-in's own two GPUs, written down before."""
-    from asa.ir.sealed import FIRST, Claim, sealed
+    from asa.ir.sealed import FIRST, Claim
+    from benchmarks.make_sealed import sealed
 
     claim = Claim(
         machine="stand-in-2", device_name=card, num_devices=2, num_nodes=1, strategy="ddp",

@@ -33,7 +33,7 @@ from asa.executor.consistency.parameter_servers import put_statistics, statistic
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatch_rows, microbatches_of, played
-from asa.executor.running.planned import PlannedExecutor
+from asa.executor.running.planned import Build, PlannedExecutor
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
@@ -46,8 +46,7 @@ from asa.executor.training.stopping import VOTE_EVERY_S, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.plan import Plan
-from asa.launch import faults, give_back_freed_memory
-from asa.sharding.collectives.waits import waits
+from asa.launch import faults
 from asa.sharding.layers.batchnorm import SynchronisedBatchNorm
 from asa.tracing.autocast import LOWER, autocast
 
@@ -91,7 +90,7 @@ class UserExecutor(PlannedExecutor):
     def __init__(
         self,
         plan: Plan,
-        build: Callable[[Plan, tuple[int, ...]], ParallelModel],
+        build: Build,
         settings: TrainSettings,
         *,
         rebinding: Rebinding,
@@ -106,24 +105,20 @@ class UserExecutor(PlannedExecutor):
     ) -> None:
         self._max_norm, self._schedules = max_norm, schedules
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
-        self._context, self._votes, self.announce, self._folder = context, context.votes, announce, folder
+        self._context, self._votes, self._announce, self._folder = context, context.votes, announce, folder
         self.stop = StopRequest()
         self._samples = data.batches.epoch_samples or _UNCOUNTED
-        self._epoch = self._samples_done = self._step = self._warm = 0
+        self._epoch = self._samples_done = 0
         self._saved: tuple[int, Path] | None = None
         self._saving = SaveClock(settings.save_every_s)
         self._running: Iterator[Share] | None = None
-        waits.start(on=settings.observe)
         self._checkpointer = Checkpointer(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
         self._loss = JobLoss(data.loss_fn, data.weight, context)
-        began = time.perf_counter()
         self._fewest = needs
-        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
-        again_s = self.model.from_template_s
-        self._rebuild_s = time.perf_counter() - began if again_s is None else again_s
+        self._start(plan)
         norms = any(
             isinstance(m, nn.modules.batchnorm._BatchNorm) and not issubclass(type(m), SynchronisedBatchNorm)
             for c in self.model.components
@@ -171,11 +166,6 @@ class UserExecutor(PlannedExecutor):
     def next_epoch(self) -> int:
         """The epoch to run next, or to continue."""
         return self._epoch
-
-    @property
-    def step(self) -> int:
-        """Number of updates since the start of the run."""
-        return self._step
 
     def rows(self, total: int) -> list[int]:
         """Rows of a batch of ``total`` samples that this rank reads, or for which it needs labels."""
@@ -269,7 +259,7 @@ class UserExecutor(PlannedExecutor):
             if self.trainable(share.total):
                 return share
             message = f"{share.total} samples of epoch {self._epoch} are left out: too few for a batch on all ranks"
-            self.announce({"event": "note", "message": message})
+            self._announce({"event": "note", "message": message})
 
     @property
     def _batches_done(self) -> int:
@@ -400,7 +390,7 @@ class UserExecutor(PlannedExecutor):
             raise UsageError("the loader yields no batch that is large enough for all ranks")
         if skipped:
             message = f"{skipped} samples of epoch {epoch} were left out: too few for a batch on all ranks"
-            self.announce({"event": "note", "message": message})
+            self._announce({"event": "note", "message": message})
         self._epoch, self._samples_done, self._warm = epoch + 1, 0, timer.warm
         self._worker.synchronize()
         if stopping:  # the sender of the signal may not wait for a validation
@@ -434,15 +424,9 @@ class UserExecutor(PlannedExecutor):
         """Combine the figures of all ranks since the last exchange, and announce them."""
         with self._discipline_paused():
             interval = timer.exchange(counter, step=self._step, stop=self.stop.requested)
-        if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
-            for rank, how in self._votes.coordinator.lost_since():
-                message = f"rank {rank} {how}; the others go on without it, and without its share of every batch"
-                self.announce({"event": "lost", "rank": rank, "message": message})
-                warnings.warn(message, stacklevel=2)
-            for rank in self._votes.coordinator.returned_since():
-                assert self._worker.conduct is not None
-                self.announce({"event": "returned", "rank": rank, "message": self._worker.conduct.returned(rank)})
-        self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
+        for message in self._tell_of_lost("the others go on without it, and without its share of every batch"):
+            warnings.warn(message, stacklevel=2)
+        self._announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip
         save_due = self._saving.trained(interval.seconds)  # equal on all ranks, so that all ranks save or none does
@@ -527,17 +511,10 @@ class UserExecutor(PlannedExecutor):
             WorkersFailedError: a rank could not move; the current plan stays.
         """
         runs = self._continues(plan, processes)
-        old_worker, scale = self._worker, self._worker.scale
         state = dict(self.optimizer.state)
         try:
-            self._worker, moved = self._checkpointer.move(
-                old_worker, lambda: self._worker_of(self._build(plan, runs), scale)
-            )
+            self._move_to(plan, runs)
         except AsaError:
-            self._rebinding.apply(old_worker.model)
+            self._rebinding.apply(self.model)
             self.optimizer.state.update(state)
             raise
-        self._warm, self._state_s = 0, moved.seconds
-        old_worker.model.close()
-        del old_worker
-        give_back_freed_memory()

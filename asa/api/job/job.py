@@ -394,7 +394,7 @@ class Job:
             lockstep = self.plan.consistency is None
             able = self._replan and lockstep and self._origins is not None
             model, policy = self._model() if lockstep else None, Policy(keep_plan=not able)
-            self._loop = Loop(self._executor, self._executor.announce, model, policy)
+            self._loop = Loop(self._executor, self._announce, model, policy)
         return self._loop
 
     def _model(self) -> Model | None:

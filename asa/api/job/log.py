@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from asa.api.rank_context import RankContext
 from asa.errors import AsaError
-from asa.executor.running.prepare import write_plan
+from asa.executor.running import stored_settings
+from asa.executor.running.prepare import start_event
 from asa.executor.training.logs import RESULT, RunLog
 from asa.executor.training.settings import TrainSettings
-from asa.ir import codec
 from asa.ir.plan import Plan
 
 
@@ -26,15 +26,11 @@ def begin(
     (log.folder / RESULT).unlink(missing_ok=True)
     if resumed:
         log.recall(epoch)
-    write_plan(plan, log.folder)
-    log(
-        {
-            "event": "start", "plan_fingerprint": codec.fingerprint(plan), "model": plan.model_spec,
-            "ranks": place.ranks, "device": place.device.type, "global_batch": plan.global_batch,
-            "settings": codec.to_data(settings), "data": ["a loader"], "resumed_step": step if resumed else None,
-            "out": str(log.folder),
-        }
-    )  # fmt: skip
+    stored_settings.keep(plan, log.folder / "plan.json")
+    log(start_event(
+        plan, settings, ranks=place.ranks, device=place.device.type, data=["a loader"],
+        resumed_step=step if resumed else None, out=str(log.folder),
+    ))  # fmt: skip
 
 
 @contextmanager

@@ -162,13 +162,7 @@ VERBS = (
                 parse=o.counts,
                 metavar="B,B",
             ),
-            Option(
-                name="budget",
-                help="time for measuring: 90s, 10m (default: 5m)",
-                parse=o.budget,
-                default=300.0,
-                metavar="T",
-            ),
+            o.span("budget", help="time for measuring: 90s, 10m (default: 5m)", default=300.0),
             Option(
                 name="study",
                 help="run a published comparison, or with grid all combinations of the other options; can be resumed",
@@ -183,13 +177,7 @@ VERBS = (
                 metavar="E,E",
                 needs="study",
             ),
-            Option(
-                name="dry-run",
-                help="with --study: show what would run, and about how long it takes",
-                switch=True,
-                default=False,
-                needs="study",
-            ),
+            o.switch("dry-run", help="with --study: show what would run, and about how long it takes", needs="study"),
             Option(
                 name="target-accuracy",
                 help="with --study: report epochs, time and cost to this accuracy, as in 0.9",
@@ -197,20 +185,8 @@ VERBS = (
                 metavar="A",
                 needs="study",
             ),
-            Option(
-                name="price",
-                help="price of one device for an hour, in any currency, as in 2.49: report costs of an epoch, and with "
-                "--study of a run",
-                parse=o.price,
-                metavar="P",
-            ),
-            Option(
-                name="microbatches",
-                help="with --study: microbatches of one step, a power of two (default: the fastest number)",
-                parse=o.count,
-                metavar="N",
-                needs="study",
-            ),
+            o.option(o.PRICE, help=f"{o.PRICE.help}: report costs of an epoch, and with --study of a run"),
+            o.option(o.MICROBATCHES, help=f"with --study: {o.MICROBATCHES.help}", needs="study"),
             o.option(
                 o.DEVICE,
                 help="where to run; auto: CUDA if there is a GPU; emulated: sleep for the times in a profile, X times "
@@ -230,11 +206,9 @@ VERBS = (
             o.option(o.DATA, help=f"{o.DATA.help}; several with --study", parse=o.several_data, default=("cifar100",)),
             o.option(o.DATA_ROOT, needs=""),
             o.option(o.SEED, help=f"{o.SEED.help}; several with --study", parse=o.seeds, default=(0,), metavar="S,S"),
-            Option(
-                name="check-sealed",
+            o.switch(
+                "check-sealed",
                 help="measure what was predicted before for machines like this one, and score the predictions",
-                switch=True,
-                default=False,
                 heeds=("models", "gpus", "budget", "device", "seed", "sealed", "json"),
             ),
             Option(

@@ -34,7 +34,7 @@ def run_list(_: Arguments, console: Console) -> None:
         }
         for origin, c in clusters
     ]
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "clusters", "clusters": rows}
+    data = {"kind": "clusters", "clusters": rows}
     console.result(data, lambda: [report.overview(clusters), report.legend(clusters)])
 
 
@@ -105,13 +105,7 @@ VERBS = (
             o.option(o.GPUS, help="number of ranks (default: all GPUs, or all cores)"),
             o.DEVICE,
             Option(name="name", help="name of the cluster (default: local-BACKEND-RANKS)", metavar="NAME"),
-            Option(
-                name="time-limit",
-                help="approximate time for measuring: 90s, 10m (default: 90s)",
-                parse=o.budget,
-                default=90.0,
-                metavar="T",
-            ),
+            o.span("time-limit", help="approximate time for measuring: 90s, 10m (default: 90s)", default=90.0),
             o.option(o.OUTPUT, help="file to write (default: profiles/cluster.NAME.json)"),
             o.JSON,
         ),

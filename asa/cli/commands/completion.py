@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.ir import codec
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -23,9 +22,8 @@ def run(args: Arguments, console: Console) -> None:
 
     every = [verb for word in WORDS for verb in verbs(word)]
     text = {"bash": bash, "zsh": zsh, "fish": fish}[args.shell](every)
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "completion", "shell": args.shell, "text": text}
     console.text(text)
-    console.document(data)
+    console.document({"kind": "completion", "shell": args.shell, "text": text})
 
 
 def flags(verb: Verb) -> list[str]:

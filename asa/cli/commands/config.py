@@ -27,7 +27,6 @@ def run(args: Arguments, console: Console) -> None:
         resolved = resolve(Verb(name=verb.name, help="", run=verb.run, options=tuple(options)), {}, os.environ)
         rows += [(verb.name, opt.name, getattr(resolved, opt.field), resolved.origin[opt.field]) for opt in options]
     data = {
-        "schema_version": codec.SCHEMA_VERSION,
         "kind": "config",
         "settings": [{"verb": v, "name": n, "value": codec.to_data(x), "from": w} for v, n, x, w in rows],
     }

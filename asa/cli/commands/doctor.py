@@ -14,7 +14,6 @@ from asa.cli.commands import system_checks
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Verb
 from asa.errors import TRAINING, UnavailableError
-from asa.ir import codec
 from asa.report.text.checks import Check, render
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def run(_: Arguments, console: Console) -> int:
     """Run all checks; returns exit code 5 if something needed is missing."""
     results = [_looked(look, console) for look in LOOKS]
     data = {
-        "schema_version": codec.SCHEMA_VERSION,
         "kind": "doctor",
         "ok": all(c.ok for c in results if c.needed),
         "checks": [dataclasses.asdict(c) for c in results],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
+from asa.reading import open_regular
 from asa.strategies import offered
 
 LOG = "log.jsonl"
@@ -38,7 +38,7 @@ def run(args: Arguments, console: Console) -> None:
     profile, cluster = choose.origins(plan, console, args)
     if plan.consistency is not None:
         console.say(choose.said_of_discipline(plan))
-    data = {"schema_version": codec.SCHEMA_VERSION, "plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
+    data = {"plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)
     other = why_not(plan, profile, cluster, offered(), args.why_not, memory_bytes=args.memory) if args.why_not else None
@@ -71,7 +71,7 @@ def _show_run(args: Arguments, console: Console) -> None:
     history = story(events(Path(args.plan) / LOG))
     if not history.happenings and not history.stretches:
         raise InvalidInputError(f"{Path(args.plan) / LOG} tells of no run")
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "story", "run": str(args.plan), **codec.to_data(history)}
+    data = {"kind": "story", "run": str(args.plan), **codec.to_data(history)}
     console.result(data, lambda: render(history))
     if args.report:
         from asa.ir.plan import Plan
@@ -95,16 +95,12 @@ def events(path: Path) -> Iterator[dict[str, Any]]:
         InvalidInputError: the file is missing, unreadable, too large, or not a regular file.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
-        with open(handle, encoding="utf-8", errors="replace") as stream:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidInputError(f"cannot read {path}: not a regular file")
-            if status.st_size > _MOST_LOG:
-                raise InvalidInputError(f"{path} holds {status.st_size} bytes, the most is {_MOST_LOG}")
+        with open_regular(path) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > _MOST_LOG:
+                raise InvalidInputError(f"{path} holds {size} bytes, the most is {_MOST_LOG}")
             for text in stream:
                 try:
-                    event = json.loads(text)
+                    event = json.loads(text.decode(errors="replace"))
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(event, dict):

@@ -22,7 +22,7 @@ TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchti
 def run(args: Arguments, console: Console) -> None:
     """Export weights of a run, or a configuration snippet for the plan."""
     data = _weights(args, console) if args.to == "safetensors" else _snippet(args, console)
-    console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "export", "to": args.to, **data})
+    console.document({"kind": "export", "to": args.to, **data})
 
 
 def _weights(args: Arguments, console: Console) -> dict[str, Any]:
@@ -126,13 +126,7 @@ VERBS = (
                 metavar="DIR",
                 needs="to=safetensors",
             ),
-            Option(
-                name="step",
-                help="take the checkpoint after step N (default: the newest)",
-                parse=o.count,
-                metavar="N",
-                needs="to=safetensors",
-            ),
+            o.number("step", help="take the checkpoint after step N (default: the newest)", needs="to=safetensors"),
             o.option(o.OUTPUT, help="file to write (default: weights into the run's folder, a plan to the screen)"),
             o.JSON,
         ),

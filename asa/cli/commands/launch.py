@@ -69,7 +69,6 @@ def run(args: Arguments, console: Console) -> None:
     else:
         text = jobs.slurm(job) if args.system == "slurm" else jobs.ray(job)
     data = {
-        "schema_version": codec.SCHEMA_VERSION,
         "kind": "job",
         "system": args.system,
         "plan": str(path),
@@ -181,23 +180,13 @@ VERBS = (
                 metavar="|".join(SYSTEMS),
             ),
             o.PLAN,
-            Option(
-                name="gpus-per-node",
-                help="ranks on each machine (default: from the plan's cluster)",
-                parse=o.count,
-                metavar="N",
-            ),
+            o.number("gpus-per-node", help="ranks on each machine (default: from the plan's cluster)"),
             o.option(
                 o.CLUSTER,
                 help="cluster that says how many devices a machine has (default: the plan's)",
                 unless="gpus_per_node",
             ),
-            Option(
-                name="time",
-                help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)",
-                parse=o.budget,
-                metavar="T",
-            ),
+            o.span("time", help="time limit of the job, as in 90m or 24h; Slurm: at least 5m (default: none)"),
             Option(
                 name="partition",
                 help="partition (default: the site's)",
@@ -219,11 +208,8 @@ VERBS = (
                 metavar="NAME",
                 needs="system=slurm",
             ),
-            Option(
-                name="cpus",
-                help="cores on each machine for all its ranks (default: 8 a GPU, with Ray 1; 1 a CPU rank)",
-                parse=o.count,
-                metavar="N",
+            o.number(
+                "cpus", help="cores on each machine for all its ranks (default: 8 a GPU, with Ray 1; 1 a CPU rank)"
             ),
             Option(
                 name="image",

@@ -15,6 +15,7 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import TRAINING, UsageError
 from asa.ir import codec
+from asa.ir.staleness import parse_target
 from asa.strategies import offered
 
 if TYPE_CHECKING:
@@ -297,41 +298,17 @@ VERBS = (
                 parse=o.several,
                 metavar="K",
             ),
-            Option(
-                name="budget",
-                help="time for --verify: 90s, 10m (default: 60s)",
-                parse=o.budget,
-                metavar="T",
-                needs="verify",
-            ),
-            Option(name="top", help="show the K plans of least predicted time", parse=o.count, default=1, metavar="K"),
+            o.span("budget", help="time for --verify: 90s, 10m (default: 60s)", needs="verify"),
+            o.number("top", help="show the K plans of least predicted time", default=1, metavar="K"),
             Option(name="frontier", help="show the best step time for each amount of memory per device", switch=True),
-            Option(
-                name="price",
-                help="price of one device for an hour, in any currency, as in 2.49: show time and cost of an epoch",
-                parse=o.price,
-                metavar="P",
+            o.option(o.PRICE, help=f"{o.PRICE.help}: show time and cost of an epoch"),
+            o.number(
+                "epoch-samples", help="samples of one epoch, for --price (default: 50000, as in CIFAR)", needs="price"
             ),
-            Option(
-                name="epoch-samples",
-                help="samples of one epoch, for --price (default: 50000, as in CIFAR)",
-                parse=o.count,
-                metavar="N",
-                needs="price",
+            o.number(
+                "epochs", help="epochs of a run, for --price: show its time and cost, too", metavar="E", needs="price"
             ),
-            Option(
-                name="epochs",
-                help="epochs of a run, for --price: show its time and cost, too",
-                parse=o.count,
-                metavar="E",
-                needs="price",
-            ),
-            Option(
-                name="microbatches",
-                help="microbatches of one step, a power of two (default: the fastest number)",
-                parse=o.count,
-                metavar="N",
-            ),
+            o.MICROBATCHES,
             Option(
                 name="offload",
                 help="keep optimizer state in the memory of the host; auto: only if DDP does not fit without",
@@ -382,16 +359,14 @@ VERBS = (
             Option(
                 name="target",
                 help="accuracy=0.9 or loss=0.5: show the time to it; needs `asa profile MODEL --staleness`",
-                parse=o.target,
+                parse=parse_target,
                 metavar="WHAT=VALUE",
             ),
             o.SOLVER,
-            Option(
-                name="time-limit",
+            o.span(
+                "time-limit",
                 help="most processor time for the search; up to four times as long on a busy machine (default: 2s; "
                 "6s above 64 devices)",
-                parse=o.budget,
-                metavar="T",
             ),
             o.JSON,
         ),

@@ -64,25 +64,11 @@ VERBS = (
             o.PRECISION,
             o.MEMORY_FORMAT,
             o.COMPILE,
-            Option(
-                name="max-tensor-degree",
-                help="measure tensor parallelism up to this degree",
-                parse=o.count,
-                default=8,
-                metavar="N",
-            ),
-            Option(
-                name="time-limit",
-                help="stop measuring after this time: 90s, 10m (default: 75s)",
-                parse=o.budget,
-                default=75.0,
-                metavar="T",
-            ),
-            Option(
-                name="staleness",
+            o.number("max-tensor-degree", help="measure tensor parallelism up to this degree", default=8),
+            o.span("time-limit", help="stop measuring after this time: 90s, 10m (default: 75s)", default=75.0),
+            o.switch(
+                "staleness",
                 help="also measure, on one device, how late gradients and rare synchronisation slow down learning",
-                switch=True,
-                default=False,
             ),
             o.option(
                 o.DATA,
@@ -106,28 +92,17 @@ VERBS = (
                 metavar="N",
                 needs="staleness",
             ),
-            Option(
-                name="seeds",
-                help="number of runs for each setting of --staleness",
-                parse=o.count,
-                default=5,
-                metavar="N",
-                needs="staleness",
-            ),
-            Option(
-                name="steps",
+            o.number("seeds", help="number of runs for each setting of --staleness", default=5, needs="staleness"),
+            o.number(
+                "steps",
                 help="global batches of each run of --staleness: as many as the training will have",
-                parse=o.count,
                 default=200,
-                metavar="N",
                 needs="staleness",
             ),
-            Option(
-                name="staleness-limit",
+            o.span(
+                "staleness-limit",
                 help="start no run of --staleness after this time: 90s, 10m (default: 5m)",
-                parse=o.budget,
                 default=300.0,
-                metavar="T",
                 needs="staleness",
             ),
             o.option(

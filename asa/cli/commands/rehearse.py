@@ -36,14 +36,7 @@ OPTIONS = (
         help="number of devices to plan a MODEL for; a plan must be for this number, or is "
         "planned again with --resume (default: all here)",
     ),
-    Option(
-        name="rehearsal-steps",
-        help="steps to run with --rehearse (default: 10)",
-        parse=o.count,
-        default=10,
-        metavar="N",
-        needs="rehearse",
-    ),
+    o.number("rehearsal-steps", help="steps to run with --rehearse (default: 10)", default=10, needs="rehearse"),
 )
 
 

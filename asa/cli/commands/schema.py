@@ -25,11 +25,9 @@ FILES = {
 
 def run(args: Arguments, console: Console) -> None:
     """Print the schema, which is made from the types."""
-    from asa.ir import codec
-
     schema = of(args.kind)
     if console.as_json:
-        console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "schema", "of": args.kind, "schema": schema})
+        console.document({"kind": "schema", "of": args.kind, "schema": schema})
         return
     console.text(json.dumps(schema, indent=1))
 

@@ -29,7 +29,6 @@ def run(args: Arguments, console: Console) -> None:
     if plan.consistency is not None:
         console.say(choose.said_of_discipline(plan))
     data = {
-        "schema_version": codec.SCHEMA_VERSION,
         "kind": "timeline",
         "plan": str(path),
         "plan_fingerprint": codec.fingerprint(plan),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,20 @@ _START_S, _TRACE_S, _PLAN_S = 8.0, 40.0, 2.0
 """Approximate seconds for starting ranks, for tracing a model for an estimate, and for a plan."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One call of the command: the study, its folder, and its rows so far. ``device`` and ``name`` are kind and name of
+    this machine's devices."""
+
+    args: Arguments
+    console: Console
+    study: Definition
+    folder: Path
+    device: bench_setup.DeviceType
+    name: str
+    rows: dict[StudyCell, StudyRow] = field(default_factory=dict)
+
+
 def run(args: Arguments, console: Console) -> None:
     """List the open work, or do it, and write the table."""
     if isinstance(args.device, EmulatedName):
@@ -58,11 +72,13 @@ def run(args: Arguments, console: Console) -> None:
         raise UsageError(
             f"{folder} contains the study {stored.name!r}; choose another --out for {study.name!r}, or move it away"
         )
-    name = _device_name(device)
     rows = {row.cell: row for row in stored.rows} if stored else {}
-    work = [(block, _open_strategies(block, args, rows, name)) for block in study.blocks]
+    this = _Run(
+        args=args, console=console, study=study, folder=folder, device=device, name=_device_name(device), rows=rows
+    )
+    work = [(block, _open_strategies(this, block)) for block in study.blocks]
     if args.dry_run:
-        _show_work(args, console, study, work, rows, folder, device, name)
+        _show_work(this, work)
         return
     began = time.monotonic()
     # Predictions have this time also if measuring took all of the budget.
@@ -74,22 +90,21 @@ def run(args: Arguments, console: Console) -> None:
         remaining = args.budget - (block_began - began)
         share_s = _budget_share(remaining, work[number:])
         if remaining <= 0 and (block.mode == "measured" or reserved_s <= 0):
-            _store_rows(rows, block, open_strategies, args, name, None, "the budget is used up")
+            _store_rows(this, block, open_strategies, None, "the budget is used up")
             continue
         console.say(f"asa: {block.title}: {', '.join(open_strategies)} ({number + 1} of {len(work)})")
-        write = partial(_write, study, args, rows, folder, name)
         try:
-            _block(block.with_strategies(open_strategies), args, console, device, name, rows, folder, share_s, write)
+            _block(this, block.with_strategies(open_strategies), share_s)
         except (KeyboardInterrupt, Terminated):
             done = sum(row.result is not None and not row.ended_early for row in rows.values())
             if done:
                 said = "1 cell has results" if done == 1 else f"{done} cells have results"
                 console.say(f"asa: {said} in {folder / FILE}; the same command runs the others")
             raise
-        write()
+        _write(this)
         if block.mode == "predicted":
             reserved_s -= time.monotonic() - block_began
-    written = _write(study, args, rows, folder, name)
+    written = _write(this)
     from asa.report.pages import study as study_page
     from asa.report.text import study as report
 
@@ -174,22 +189,21 @@ def _stored_study(folder: Path) -> Study | None:
         raise InvalidInputError(f"{error}; move it away to begin anew, or name another folder with --out") from None
 
 
-def _cells(block: Block, strategy: str, args: Arguments, name: str, shape: tuple[int, ...]) -> list[StudyCell]:
-    devices = name if block.mode == "measured" else block.cluster or ""
+def _cells(this: _Run, block: Block, strategy: str) -> list[StudyCell]:
+    args, devices = this.args, this.name if block.mode == "measured" else block.cluster or ""
     return [
         block.cell(
-            strategy, e, shape=shape, optimizer=args.optimizer, devices=devices, classes=args.classes,
+            strategy, e, shape=_shape(block, args), optimizer=args.optimizer, devices=devices, classes=args.classes,
             memory_bytes=args.memory,
         )
         for e in block.epochs
     ]  # fmt: skip
 
 
-def _open_strategies(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
+def _open_strategies(this: _Run, block: Block) -> tuple[str, ...]:
     """Strategies of a block with a cell that has no result yet, or too few epochs; refused cells are tried again."""
-    shape = _shape(block, args)
-    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not row.ended_early}
-    return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
+    done = {c for c, row in this.rows.items() if row.state in ("measured", "predicted") and not row.ended_early}
+    return tuple(s for s in block.strategies if not done.issuperset(_cells(this, block, s)))
 
 
 def _shape(block: Block, args: Arguments) -> tuple[int, ...]:
@@ -215,32 +229,23 @@ def _sample_shape(
     return shape
 
 
-def _block(
-    block: Block,
-    args: Arguments,
-    console: Console,
-    device: bench_setup.DeviceType,
-    name: str,
-    rows: dict[StudyCell, StudyRow],
-    folder: Path,
-    budget_s: float,
-    write: Callable[[], object],
-) -> None:
-    """Run or predict the cells of a block, and store each result at once with ``write``."""
+def _block(this: _Run, block: Block, budget_s: float) -> None:
+    """Run or predict the cells of a block, and store each result at once."""
     from asa.cli.commands import study_runners
 
+    args, console = this.args, this.console
     block_args = _block_arguments(args, block)
     try:
         if block.mode == "predicted":
             results = study_runners.predict(block, block_args, console)
-            _store_rows(rows, block, block.strategies, args, name, results, "")
+            _store_rows(this, block, block.strategies, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
         bench_setup.settle_classes(block_args, console, block.model, train)
         bench_setup.check_data(
             block_args, train, block_args.classes or train.num_classes, block.global_batch
         )  # before a profile
-        site = _site(block, block_args, console, device, folder, budget_s)
+        site = _site(this, block, block_args, budget_s)
         train, _ = site.images()
         bench_setup.check_data(block_args, train, site.profile.graph.num_classes, block.global_batch)
 
@@ -248,27 +253,22 @@ def _block(
 
         def on_results(results: Results) -> None:
             nonlocal told
-            _store_rows(rows, block, tuple(results), args, name, results, "", train.source, len(train),
-                        train.num_classes, notes=tuple(site.notes[told:]))  # fmt: skip
+            _store_rows(this, block, tuple(results), results, "", train.source, len(train), train.num_classes,
+                        notes=tuple(site.notes[told:]))  # fmt: skip
             told = len(site.notes)  # what is said of one strategy is not said of the next
-            write()
+            _write(this)
 
         study_runners.run(site, on_results)
     except AsaError as error:
-        _store_rows(rows, block, block.strategies, args, name, None, str(error), refused=True)
+        _store_rows(this, block, block.strategies, None, str(error), refused=True)
 
 
-def _site(
-    block: Block,
-    args: Arguments,
-    console: Console,
-    device: bench_setup.DeviceType,
-    folder: Path,
-    budget_s: float,
-) -> Site:
-    """Links and profile of a block, measured if necessary; the rest of its budget is for measuring."""
+def _site(this: _Run, block: Block, args: Arguments, budget_s: float) -> Site:
+    """Links and profile of a block with the arguments ``args``, measured if necessary; the rest of its budget is for
+    measuring."""
     from asa.cli.commands.study_runners import Site
 
+    console, device = this.console, this.device
     began = time.monotonic()
     cluster = bench_setup.cluster_here(args, console, device, max(2, block.gpus) if device == "cpu" else block.gpus)
     limit = min(choose.PROFILE_LIMIT_S, max(_LEAST_S, 0.5 * budget_s))
@@ -277,7 +277,7 @@ def _site(
     remaining_s = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
     folder_name = slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
     return Site(block=block, args=args, console=console, device=device, profile=profile, cluster=cluster,
-                folder=folder / "blocks" / folder_name, budget_s=remaining_s)  # fmt: skip
+                folder=this.folder / "blocks" / folder_name, budget_s=remaining_s)  # fmt: skip
 
 
 def _block_arguments(args: Arguments, block: Block) -> Arguments:
@@ -296,20 +296,9 @@ def _block_arguments(args: Arguments, block: Block) -> Arguments:
 
 
 def _store_rows(
-    rows: dict[StudyCell, StudyRow],
-    block: Block,
-    strategies: Sequence[str],
-    args: Arguments,
-    name: str,
-    results: Results | None,
-    why: str,
-    source: str = "",
-    samples: int | None = None,
-    classes: int | None = None,
-    *,
-    refused: bool = False,
-    notes: tuple[str, ...] = (),
-) -> None:
+    this: _Run, block: Block, strategies: Sequence[str], results: Results | None, why: str, source: str = "",
+    samples: int | None = None, classes: int | None = None, *, refused: bool = False, notes: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """Store a row for every strategy and number of epochs: results, or why there are none."""
     from asa.launch import usable_cores
 
@@ -319,7 +308,7 @@ def _store_rows(
     for strategy in strategies:
         outcome = why if results is None else results[strategy]
         result, missing = (None, outcome) if isinstance(outcome, str) else (outcome, why)
-        for cell in _cells(block, strategy, args, name, _shape(block, args)):
+        for cell in _cells(this, block, strategy):
             state: State = "refused" if refused else "open"
             reason = missing
             if result is not None:
@@ -327,11 +316,11 @@ def _store_rows(
                 is_predicted = block.mode == "predicted" and result.predicted_step_time_s is not None
                 state = "measured" if ran else "predicted" if is_predicted else "refused"
                 reason = "" if state != "refused" else result.why_not
-            stored = rows.get(cell)
+            stored = this.rows.get(cell)
             if stored is not None and stored.result is not None and _trained(stored.result) > _trained(result):
                 continue  # a run that the budget ended is better than none, and than one that it ended earlier
             shortened = None if result is None or state == "refused" else _until(result, cell.epochs)
-            rows[cell] = StudyRow(
+            this.rows[cell] = StudyRow(
                 cell=cell, state=state, result=shortened, why=reason, data_source=source, created=codec.now(),
                 samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes,
                 oversubscribed=is_oversubscribed, asa_version=asa.__version__,
@@ -351,67 +340,54 @@ def _until(result: BenchResult, epochs: int) -> BenchResult:
     return replace(result, accuracy=tuple(a for a in result.accuracy if a.epoch <= epochs) or result.accuracy[:1])
 
 
-def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path, name: str) -> Study:
+def _write(this: _Run) -> Study:
     """Write the current study to its folder, and return it. Its rows are in the order of the study, then those of other
     grids; results that another process has stored in the meantime are kept."""
-    stored = _stored_study(folder)
+    study, args, rows = this.study, this.args, this.rows
+    stored = _stored_study(this.folder)
     for row in stored.rows if stored else ():
         if row.cell not in rows or (row.result is not None and rows[row.cell].result is None):
             rows[row.cell] = row
-    cells = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
+    cells = [cell for b in study.blocks for s in b.strategies for cell in _cells(this, b, s)]
     written = Study(
         name=study.name, title=study.title, created=codec.now(), published=study.published,
         rows=tuple(rows[cell] for cell in dict.fromkeys((*cells, *rows)) if cell in rows),
         differs=study.differs, target=args.target_accuracy, price=args.price,
     )  # fmt: skip
-    codec.save(written, folder / FILE)
+    codec.save(written, this.folder / FILE)
     return written
 
 
-def _show_work(
-    args: Arguments,
-    console: Console,
-    study: Definition,
-    work: list[tuple[Block, tuple[str, ...]]],
-    rows: dict[StudyCell, StudyRow],
-    folder: Path,
-    device: bench_setup.DeviceType,
-    name: str,
-) -> None:
+def _show_work(this: _Run, work: list[tuple[Block, tuple[str, ...]]]) -> None:
     """Show the open work and its estimated duration. What was refused before is expected to be refused again."""
     from asa.report.text import study as report
 
-    items = []
+    study, folder, budget_s, items = this.study, this.folder, this.args.budget, []
     profiled: set[tuple[str, int]] = set()
     for block, open_strategies in work:
-        shape = _shape(block, args)
-        refused = {c.strategy for s in open_strategies for c in _cells(block, s, args, name, shape)
-                   if c in rows and rows[c].state == "refused"}  # fmt: skip
+        refused = {c.strategy for s in open_strategies for c in _cells(this, block, s)
+                   if c in this.rows and this.rows[c].state == "refused"}  # fmt: skip
         possible = tuple(s for s in open_strategies if s not in refused)
         seconds, basis = 0.0, "refused before, and tried again" if open_strategies else "done"
         if possible:
-            seconds, basis = _estimate(block, possible, args, console, device, profiled)
+            seconds, basis = _estimate(this, block, possible, profiled)
         items.append(
             report.Planned(
                 title=block.title, mode=block.mode, strategies=open_strategies or block.strategies,
                 epochs=max(block.epochs), seconds=seconds, basis=basis,
             )
         )  # fmt: skip
-    data = report.planned_document(study.name, folder, items, args.budget)
-    console.result(data, lambda: report.planned(study.name, study.title, items, args.budget, folder))
+    data = report.planned_document(study.name, folder, items, budget_s)
+    this.console.result(data, lambda: report.planned(study.name, study.title, items, budget_s, folder))
 
 
 def _estimate(
-    block: Block,
-    open_strategies: tuple[str, ...],
-    args: Arguments,
-    console: Console,
-    device: bench_setup.DeviceType,
-    profiled: set[tuple[str, int]],
+    this: _Run, block: Block, open_strategies: tuple[str, ...], profiled: set[tuple[str, int]]
 ) -> tuple[float, str]:
     """Estimated seconds of the open cells of a block, and the basis of the estimate."""
     from asa.cli.estimates import traced_before
 
+    args = this.args
     block_args = _block_arguments(args, block)
     key = (block.model, block.global_batch)
     if block.mode == "predicted" and block.cluster is None:
@@ -425,7 +401,7 @@ def _estimate(
         samples = _num_samples(block.data, args.data_root, _shape(block, args))
     except AsaError as error:
         return 0.0, f"refused: {error}"
-    stored_profile = choose.known_here(block_args, console, block.model, device, block.gpus)
+    stored_profile = choose.known_here(block_args, this.console, block.model, this.device, block.gpus)
     alone = sum(block.trains_separately or always_alone(s) for s in open_strategies)
     taking_turns = len(open_strategies) - alone
     starts_s = _START_S * (alone + bool(taking_turns))

@@ -23,6 +23,7 @@ from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
+from asa.ir.units import time_span
 from asa.launch import signals
 from asa.launch.devices import check_cuda, usable_cores
 from asa.launch.environments import is_launched
@@ -154,35 +155,22 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
 
 
 def _settings(args: Arguments, plan: Plan, out: Path, *, pretended: bool) -> TrainSettings:
-    """The settings of a run in folder ``out``; ``pretended``: on emulated devices."""
+    """The settings of a run in folder ``out``, most of which are options of the same name; ``pretended``: on emulated
+    devices."""
     from asa.executor.training.settings import TrainSettings
 
-    return TrainSettings(
-        out=str(out),
-        data=args.data,
-        data_root=args.data_root,
-        download=args.download,
-        epochs=args.epochs,
-        steps_per_epoch=args.steps_per_epoch,
-        lr=args.lr,
-        optimizer=args.optimizer,
-        loss=args.loss,
-        metric=args.metric,
-        schedule=args.schedule,
-        seed=args.seed,
-        device="cpu" if pretended else args.device,
-        resume=args.resume,
+    settings = {
+        **{name: value for name, value in vars(args).items() if name in TrainSettings.__annotations__},
+        "out": str(out),
+        "device": "cpu" if pretended else args.device,
         # A new plan could change the discipline, which the user did not ask for.
-        replan=not (args.no_replan or pretended or plan.consistency),
-        tensorboard=args.tensorboard,
-        track=args.track,
-        trace_steps=args.trace or 0,
-        observe=not args.no_observe,
-        save_every_s=args.save_every,
-        timeout_s=args.timeout,
-        target_accuracy=args.target_accuracy,
-        price=args.price,
-    )
+        "replan": not (args.no_replan or pretended or plan.consistency),
+        "trace_steps": args.trace or 0,
+        "observe": not args.no_observe,
+        "save_every_s": args.save_every,
+        "timeout_s": args.timeout,
+    }
+    return TrainSettings(**settings)
 
 
 def work_of(plan: Plan, console: Console) -> Work | None:
@@ -353,7 +341,7 @@ def recall(args: Arguments, out: Path, console: Console) -> None:
 
 def saving(text: str) -> float | None:
     """Parse a time span, or ``never`` as None."""
-    return None if text.strip() == "never" else o.budget(text)
+    return None if text.strip() == "never" else time_span(text)
 
 
 def trackers(text: str) -> tuple[str, ...]:
@@ -394,7 +382,7 @@ VERBS = (
                 metavar="PLAN|MODEL",
             ),
             o.DATA,
-            Option(name="epochs", help="passes over the data", parse=o.count, default=1, metavar="E"),
+            o.number("epochs", help="passes over the data", default=1, metavar="E"),
             o.LEARNING_RATE,
             o.option(
                 o.OPTIMIZER,
@@ -406,12 +394,7 @@ VERBS = (
                 metavar="NAME",
             ),
             o.SEED,
-            Option(
-                name="resume",
-                help="continue the run in --out, or the newest run, with that run's settings",
-                switch=True,
-                default=False,
-            ),
+            o.switch("resume", help="continue the run in --out, or the newest run, with that run's settings"),
             Option(name="out", help="folder of the run (default: runs/train/MODEL-TIME)", metavar="DIR"),
             *REHEARSAL[1:2],
             *planned_here.OPTIONS,
@@ -433,32 +416,17 @@ VERBS = (
                 default="cosine",
                 metavar="NAME",
             ),
-            Option(
-                name="steps-per-epoch",
-                help="end every epoch after N steps (default: all data)",
-                parse=o.count,
-                metavar="N",
-            ),
+            o.number("steps-per-epoch", help="end every epoch after N steps (default: all data)"),
             Option(
                 name="target-accuracy",
                 help="report epochs, time and cost to this figure of validation, as in 0.9",
                 parse=o.share,
                 metavar="A",
             ),
-            Option(
-                name="price",
-                help="price of one device for an hour, in any currency, as in 2.49: report costs",
-                parse=o.price,
-                metavar="P",
-            ),
+            o.option(o.PRICE, help=f"{o.PRICE.help}: report costs"),
             o.DATA_ROOT,
-            Option(
-                name="download",
-                help="download official files that are missing",
-                switch=True,
-                default=False,
-                needs=o.DATA_ROOT.needs,
-                harmless=True,
+            o.switch(
+                "download", help="download official files that are missing", needs=o.DATA_ROOT.needs, harmless=True
             ),
             Option(
                 name="save-every",
@@ -467,25 +435,14 @@ VERBS = (
                 default=600.0,
                 metavar="T",
             ),
-            Option(
-                name="no-replan",
-                help="keep the plan, even if devices become slow; end if a rank is lost",
-                switch=True,
-                default=False,
+            o.switch("no-replan", help="keep the plan, even if devices become slow; end if a rank is lost"),
+            o.switch(
+                "no-observe", help="do not record, step by step, what each rank computes and for which rank it waits"
             ),
-            Option(
-                name="no-observe",
-                help="do not record, step by step, what each rank computes and for which rank it waits",
-                switch=True,
-                default=False,
+            o.number(
+                "trace", help="record N steps as a timeline for Perfetto, next to the planned one, in the run's folder"
             ),
-            Option(
-                name="trace",
-                help="record N steps as a timeline for Perfetto, next to the planned one, in the run's folder",
-                parse=o.count,
-                metavar="N",
-            ),
-            Option(name="tensorboard", help="write TensorBoard logs", switch=True, default=False),
+            o.switch("tensorboard", help="write TensorBoard logs"),
             Option(
                 name="track",
                 help="write curves on this machine for tensorboard, wandb (offline) or mlflow",
@@ -493,12 +450,10 @@ VERBS = (
                 default=(),
                 metavar="A,B",
             ),
-            Option(
-                name="timeout",
+            o.span(
+                "timeout",
                 help="time without a sign of life after which a rank counts as hung: 90s, 10m (default: 5m)",
-                parse=o.budget,
                 default=300.0,
-                metavar="T",
             ),
             o.option(o.COMPRESS, help=f"{o.COMPRESS.help} (default: the plan's)"),
             o.option(

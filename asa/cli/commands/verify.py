@@ -5,7 +5,7 @@ from __future__ import annotations
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
-from asa.cli.verb import Arguments, Option, Verb
+from asa.cli.verb import Arguments, Verb
 from asa.ir import codec
 from asa.launch.devices import check_cuda
 from asa.strategies import offered
@@ -35,7 +35,7 @@ def run(args: Arguments, console: Console) -> int:
     )
     with console.waiting(f"verifying {plan.model_spec}"):
         verdict = verify(plan, factory, offered(), device=device, samples=args.samples, silence_s=args.timeout)
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(verdict)}
+    data = {"kind": "equivalence", **codec.to_data(verdict)}
     console.result(data, lambda: report.render(verdict))
     return 0 if verdict.equivalent or verdict.within_tolerance else 1
 
@@ -48,14 +48,12 @@ VERBS = (
         options=(
             o.PLAN,
             o.option(o.DEVICE, help="where to run; auto: as planned", default="auto"),
-            Option(name="samples", help="samples of one batch (default: a few per rank)", parse=o.count, metavar="N"),
+            o.number("samples", help="samples of one batch (default: a few per rank)"),
             o.SEED,
-            Option(
-                name="timeout",
+            o.span(
+                "timeout",
                 help="time without progress after which a side counts as hung: 90s, 10m (default: 60s)",
-                parse=o.budget,
                 default=60.0,
-                metavar="T",
             ),
             o.JSON,
         ),

@@ -158,15 +158,11 @@ class QuorumSteps(Conduct):
         self.optimizer.step()
         self._steps, self._samples = self._steps + 1, self._samples + self.rows(batch)
         if self._steps >= self.round_steps(self._steps):
-            weights = self._ask(_AVERAGE, self._change())
-            assert weights is not None
-            self._continue_from(weights)
+            self._continue_from(_AVERAGE, self._change())
 
     def enter(self) -> None:
         """Start from the outer weights."""
-        weights = self._ask(_ENTER, None)
-        assert weights is not None
-        self._continue_from(weights)
+        self._continue_from(_ENTER)
 
     def synchronize(self) -> None:
         """Average all remaining changes, and give every worker the outer weights (collective)."""
@@ -175,15 +171,15 @@ class QuorumSteps(Conduct):
         if self._rounds is not None:
             self._rounds.restart(self._votes.live)
         self._votes.gather([0.0])
-        weights = self._ask(_PULL, None)
-        assert weights is not None
-        self._continue_from(weights)
+        self._continue_from(_PULL)
         average_over_star(self.model, self._votes)
 
     def _change(self) -> Tensor:
         return self._outer - self._flat.weights()
 
-    def _continue_from(self, weights: Tensor) -> None:
+    def _continue_from(self, operation: float, change: Tensor | None = None) -> None:
+        weights = self._ask(operation, change)
+        assert weights is not None
         self._outer, self._steps, self._samples = weights, 0, 0
         self._flat.put(weights)
 

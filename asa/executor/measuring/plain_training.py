@@ -23,6 +23,7 @@ from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
+from asa.executor.observing.random_inputs import random_images
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
 from asa.executor.training.prefetch import Prefetcher
@@ -44,18 +45,7 @@ _DRAWS = 1 << 16
 
 def images_for(plan: Plan, samples: int, steps: int) -> ImageSet:
     """Random pixels and labels: ``samples`` images for each of ``steps`` steps."""
-    draw = torch.Generator().manual_seed(_SEED)
-    shape, count = plan.sample_shape, samples * steps
-    return ImageSet(
-        images=torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=draw),
-        labels=torch.randint(plan.num_classes, (count,), generator=draw),
-        num_classes=plan.num_classes,
-        mean=(0.5,) * shape[0],
-        std=(0.25,) * shape[0],
-        name="random",
-        source="random pixels",
-        shape=shape,
-    )
+    return random_images(plan, samples * steps, torch.Generator().manual_seed(_SEED), flips=True)
 
 
 def order_of(images: ImageSet, samples: int) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from asa.executor.model.parameter_memory import check_memory
 from asa.executor.model.position import Position
 from asa.executor.model.template import TracedTemplate, without_weights
 from asa.instruments import execution
-from asa.interfaces.schedule import Action
+from asa.interfaces.schedule import Action, Direction
 from asa.interfaces.strategy import Strategies
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Assignment, CompressionName, DataDegree, Plan
@@ -207,7 +207,8 @@ def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[A
     """
     count = range(1, plan.num_microbatches + 1)
     if len(plan.stages) == 1:
-        return {m: tuple(a for k in range(m) for a in (_ahead(k), _back(k))) for m in count}
+        both: tuple[Direction, ...] = ("forward", "backward")
+        return {m: tuple(Action(direction=d, microbatch=k) for k in range(m) for d in both) for m in count}
     available = {**schedules(), **strategies.schedules}
     schedule = available.get(plan.schedule)
     if schedule is None:
@@ -219,14 +220,6 @@ def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[A
     if refusal:
         raise UsageError(refusal)
     return {m: schedule.order(stage, len(plan.stages), m) for m in count}
-
-
-def _ahead(microbatch: int) -> Action:
-    return Action(direction="forward", microbatch=microbatch)
-
-
-def _back(microbatch: int) -> Action:
-    return Action(direction="backward", microbatch=microbatch)
 
 
 def materialize(
@@ -456,13 +449,9 @@ def _components_of_stage(traced: TracedModel, position: Position) -> tuple[Trace
                 continue
             for module in component.modules():
                 if module not in kept:  # a module that only computes from a common buffer is in several components
-                    module._apply(_without_values, recurse=False)
+                    module._apply(lambda t: t.to("meta"), recurse=False)
     own = {n for component in components for n, _ in (*component.named_parameters(), *component.named_buffers())}
     return replace(traced, components=components), frozenset(elsewhere - own)
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
 
 
 def _share_common(traced: TracedModel) -> None:

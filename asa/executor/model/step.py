@@ -60,29 +60,22 @@ class _Turn:
     final: bool
 
 
-@dataclass(frozen=True)
-class _Script:
-    """A rank's rows and actions for batches of one size. They are the same in every step."""
-
-    rows: list[MicrobatchRows]
-    turns: tuple[_Turn, ...]
-
-
+_Script = tuple[list[MicrobatchRows], tuple[_Turn, ...]]
+"""A rank's rows and actions for batches of one size. They are the same in every step."""
 _scripts: WeakKeyDictionary[ParallelModel, dict[int, _Script]] = WeakKeyDictionary()
 
 
 def _script(model: ParallelModel, batch: int) -> _Script:
     scripts = _scripts.setdefault(model, {})
-    script = scripts.get(batch)
-    if script is None:
+    if batch not in scripts:
         rows = _microbatch_rows(model, batch)
-        script = scripts[batch] = _Script(rows, _turns(model.order(len(rows))) if rows else ())
-    return script
+        scripts[batch] = rows, _turns(model.order(len(rows))) if rows else ()
+    return scripts[batch]
 
 
 def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     """This rank's rows of a global batch of ``batch`` samples, by microbatch. The list is cached; do not change it."""
-    return _script(model, batch).rows
+    return _script(model, batch)[0]
 
 
 def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
@@ -282,11 +275,11 @@ def played(
     the global batch. The losses of the ranks with :attr:`ParallelModel.counts_rows` sum to the loss. ``precision``
     makes the context of forward and loss (autocast).
     """
-    script = _script(model, len(samples))
+    rows, turns = _script(model, len(samples))
     begin_step()
     running = Step(
         model=model, samples=samples, step=step, inputs=inputs, labels=labels, loss_fn=loss_fn, precision=precision,
-        rows=script.rows,
+        rows=rows,
     )  # fmt: skip
-    running.play(script.turns)
+    running.play(turns)
     return running

@@ -15,10 +15,14 @@ def random_inputs(plan: Plan, device: torch.device) -> ImageSet:
     draw = torch.Generator().manual_seed(0)
     if of_tokens(plan.sample_shape):
         return scattered(plan.sample_shape, plan.global_batch, plan.num_classes, draw).to(device)
-    channels, height, width = plan.sample_shape
-    pixels = torch.randint(0, 256, (plan.global_batch, channels, height, width), dtype=torch.uint8, generator=draw)
-    labels = torch.randint(0, plan.num_classes, (plan.global_batch,), generator=draw)
+    return random_images(plan, plan.global_batch, draw, flips=False).to(device)
+
+
+def random_images(plan: Plan, count: int, draw: torch.Generator, *, flips: bool) -> ImageSet:
+    """``count`` images of random pixels, with random classes."""
+    shape = plan.sample_shape
     return ImageSet(
-        images=pixels, labels=labels, num_classes=plan.num_classes, mean=(0.5,) * channels, std=(0.25,) * channels,
-        name="noise", source="random pixels", shape=(channels, height, width), flips=False,
-    ).to(device)  # fmt: skip
+        images=torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=draw),
+        labels=torch.randint(0, plan.num_classes, (count,), generator=draw), num_classes=plan.num_classes,
+        mean=(0.5,) * shape[0], std=(0.25,) * shape[0], name="noise", source="random pixels", shape=shape, flips=flips,
+    )  # fmt: skip

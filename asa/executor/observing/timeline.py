@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.clock import seconds_between
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
+from asa.ir.codec import replacing
 from asa.ir.streams import Stream, piece, process
 from asa.sharding.collectives import direct
 from asa.sharding.collectives.transfer import Link
@@ -137,9 +137,6 @@ class Recorder(ComponentTimer):
         finally:
             del link._started
 
-    def _at(self, mark: Any) -> float:
-        return seconds_between(self._began, mark)
-
     def _read_all(self, recorded: Any) -> None:
         profiled = self._profiled(recorded)
         blocking = [
@@ -159,7 +156,7 @@ class Recorder(ComponentTimer):
         begun: dict[tuple[str, int], float] = {}
         forwards = backwards = -1
         for what, i, mark in self._marks:
-            at = self._at(mark)
+            at = seconds_between(self._began, mark)
             if what == "step":
                 forwards = backwards = -1
                 begun = {("step", -1): at}
@@ -232,10 +229,8 @@ class Recorder(ComponentTimer):
             OSError: it cannot be written.
         """
         text = json.dumps(self.document(rank), allow_nan=False).encode()
-        temporary = path.with_name(f".{path.name}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(gzip.compress(text, mtime=0))
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(gzip.compress(text, mtime=0))
 
 
 def _of(turns: list[int], k: int) -> int | None:
@@ -280,6 +275,3 @@ def _without(span: Span, blocking: list[Span]) -> list[Span]:
 def _same(work: Span, call: Span) -> bool:
     """Whether ``work``, recorded by the library, is what ``call`` waited for."""
     return call.start_s <= work.start_s + 1e-5 and work.end_s <= call.end_s + 1e-4
-
-
-__all__ = ["Recorder", "Span"]

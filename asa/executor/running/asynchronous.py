@@ -150,7 +150,7 @@ class AsynchronousExecutor(TrainingExecutor):
             self._rate_at(at, count)
             self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, counter=counter)
             steps += 1
-            self._say_who_was_lost()
+            self._tell_of_lost("the others continue without it")
             if time.monotonic() - announced_at > VOTE_EVERY_S:
                 announced_at = time.monotonic()
                 if counter.diverged:
@@ -252,7 +252,7 @@ class AsynchronousExecutor(TrainingExecutor):
         if votes.coordinator is None:
             return
         c = votes.coordinator
-        self._say_who_was_lost()
+        self._tell_of_lost("the others continue without it")
         self._announce(
             {
                 "event": "consistency",
@@ -265,18 +265,6 @@ class AsynchronousExecutor(TrainingExecutor):
                 **figures,
             }
         )
-
-    def _say_who_was_lost(self) -> None:
-        """Announce, on rank 0, which ranks were lost and which have come back since the last call."""
-        coordinator = self._votes.coordinator
-        if coordinator is None:
-            return
-        for rank, how in coordinator.lost_since():
-            message = f"rank {rank} {how}; the others continue without it"
-            self._announce({"event": "lost", "rank": rank, "message": message})
-        for rank in coordinator.returned_since():
-            assert self._worker.conduct is not None
-            self._announce({"event": "returned", "rank": rank, "message": self._worker.conduct.returned(rank)})
 
     def _validate(self) -> tuple[float, float]:
         """(loss, accuracy): means over the test images, which are divided among the remaining workers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.observe import Observer
 from asa.executor.running.exhausted import NEARLY, EnoughAgain, MemoryWatch, NearlyExhausted
-from asa.executor.running.planned import PlannedExecutor
+from asa.executor.running.planned import Build, PlannedExecutor
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
@@ -43,13 +43,7 @@ from asa.instruments.nvml import Meter, card_of
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
-from asa.launch import give_back_freed_memory
-from asa.sharding.collectives.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
-
-Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
-"""Function that builds a plan's part of the model on this process, with the run's initial weights. Its arguments are
-the plan and the processes that run its ranks. Collective."""
 
 
 class TrainingExecutor(PlannedExecutor):
@@ -87,7 +81,7 @@ class TrainingExecutor(PlannedExecutor):
         self._train, self._test = train, test
         self._order = GlobalOrder(len(train), plan.global_batch, settings.seed)
         self._optimizer = settings.optimizer or plan.optimizer
-        self._position = self._step = 0
+        self._position = 0
         self._steps: int | None = None
         self._saved: tuple[int, Path] | None = None
         self._saving = SaveClock(settings.save_every_s, between_losses_s if snapshot_file is None else None)
@@ -96,14 +90,9 @@ class TrainingExecutor(PlannedExecutor):
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce,
             samples=cache(train.sampled_digest),
         )  # fmt: skip
-        self._warm = 0
         self._meter: Meter | None = None
-        waits.start(on=settings.observe)
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
-        began = time.perf_counter()
-        self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
-        again_s = self.model.from_template_s
-        self._rebuild_s = time.perf_counter() - began if again_s is None else again_s
+        self._start(plan)
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         settings = self._settings
@@ -142,11 +131,6 @@ class TrainingExecutor(PlannedExecutor):
     def next_epoch(self) -> int:
         """The epoch to run next, or to continue."""
         return self._order.locate(self._position)[0]
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps since the start of the run."""
-        return self._step
 
     @property
     def place(self) -> tuple[Plan, int, tuple[int, ...]]:
@@ -452,20 +436,13 @@ class TrainingExecutor(PlannedExecutor):
             UsageError: the plan is for another model or batch, or for more ranks than there are processes.
             WorkersFailedError: a rank could not change; the current plan stays, and training can continue.
         """
-        runs, unused = self._continues(plan, processes), self.unused_samples
-        old_worker, scale, rates = self._worker, self._worker.scale, self._peaks
+        runs, unused, rates = self._continues(plan, processes), self.unused_samples, self._peaks
         try:
-            self._worker, moved = self._checkpointer.move(
-                old_worker, lambda: self._worker_of(self._build(plan, runs), scale)
-            )
+            self._move_to(plan, runs)
         except BaseException:
             self._peaks = rates  # of the optimizer that stays
             raise
-        self._state_s = moved.seconds
-        self._warm, self._steps = 0, None
+        self._steps = None
         self._observer.forget()
-        old_worker.model.close()
-        del old_worker
-        give_back_freed_memory()
         self._forget_peak()
         self.tell_unused_samples(unused)

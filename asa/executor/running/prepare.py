@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
+from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.executor.running import stored_settings
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
-from asa.executor.training.logs import RESULT, Announce, RunLog, Work
+from asa.executor.training.logs import RESULT, Announce, Event, RunLog, Work
 from asa.executor.training.optimizer import try_out
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
-from asa.ir.codec import fingerprint
 from asa.ir.consistency import bearable_one_late
 from asa.ir.plan import Plan
 from asa.launch import launched, usable_cores
@@ -37,6 +37,12 @@ from asa.zoo.specs import check_classes
 def torchrun_line(num_ranks: int, command: Sequence[str]) -> str:
     """Command line with which torchrun starts the ranks of ``python -m asa <command>`` on this machine."""
     return f"torchrun --standalone --nproc-per-node {num_ranks} -m asa {shlex.join(command)}".rstrip()
+
+
+def start_event(plan: Plan, settings: TrainSettings, **more: Any) -> Event:
+    """The first event of a run; ``more`` are further fields of it."""
+    return {"event": "start", "plan_fingerprint": codec.fingerprint(plan), "model": plan.model_spec,
+            "global_batch": plan.global_batch, "settings": codec.to_data(settings), **more}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,23 +100,13 @@ def prepare(
             if len(log.epochs) < epoch:
                 notes.append(f"the log tells of {len(log.epochs)} of the {epoch} epochs before; results have no others")
             notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){finished}"]
-        write_plan(plan, out)
-        stored_settings.keep(settings, out)
-        log(
-            {
-                "event": "start",
-                "plan_fingerprint": fingerprint(plan),
-                "model": plan.model_spec,
-                "ranks": plan.num_processes,
-                "device": device_type,
-                "global_batch": plan.global_batch,
-                "settings": codec.to_data(settings),
-                "data": [train.source, test.source],
-                "resumed_step": None if newest is None else newest.manifest.step,
-                "torchrun": torchrun_line(plan.num_processes, command),
-                "out": str(out),
-            }
-        )
+        stored_settings.keep(plan, out / "plan.json")
+        stored_settings.keep(settings, out / stored_settings.SETTINGS)
+        log(start_event(
+            plan, settings, ranks=plan.num_processes, device=device_type, data=[train.source, test.source],
+            resumed_step=None if newest is None else newest.manifest.step,
+            torchrun=torchrun_line(plan.num_processes, command), out=str(out),
+        ))  # fmt: skip
         for note in notes:
             log({"event": "note", "message": note})
     except AsaError as error:
@@ -220,15 +216,3 @@ def _other_samples(manifest: Manifest, settings: TrainSettings, train: ImageSet)
         f"--data {settings.data} has other samples than at step {manifest.step}, as many of them: files were changed, "
         "or are read by another version of a package; training continues with these"
     ]
-
-
-def write_plan(plan: Plan, out: Path) -> None:
-    """Write ``plan`` to the folder of its run, from which a resumed run reads it.
-
-    Raises:
-        UnavailableError: it cannot be written.
-    """
-    try:
-        codec.save(plan, out / "plan.json")
-    except OSError as error:
-        raise UnavailableError(f"cannot write {out / 'plan.json'}: {error.strerror or error}") from None

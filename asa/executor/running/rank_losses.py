@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 
 from asa.errors import AsaError, WorkersFailedError
+from asa.executor.running import stored_settings
 from asa.executor.running.member import Job
 from asa.executor.running.outdir import CHECKPOINTS
-from asa.executor.running.prepare import write_plan
 from asa.executor.training import checkpoint, snapshots
 from asa.executor.training.logs import Event, RunLog
 from asa.ir.codec import fingerprint
@@ -102,7 +102,7 @@ class RankLosses:
             leave_device_out(failure.rank)
         self._starts = 0
         log(regroup_event(plan, fewer, str(failure), failure.rank))
-        write_plan(fewer, Path(job.settings.out))
+        stored_settings.keep(fewer, Path(job.settings.out) / "plan.json")
         return replace(without_snapshots(job), plan=fewer, snapshots=_files(job, fewer))
 
 
@@ -120,17 +120,14 @@ def without_snapshots(job: Job) -> Job:
     return replace(job, snapshots=())
 
 
+def change_event(kind: str, old: Plan, new: Plan, why: str, **more: object) -> Event:
+    """Event for a change of plan between two starts of the ranks, with the fields ``more``."""
+    return {
+        "event": "replan", "kind": kind, "why": why, "old": fingerprint(old), "new": fingerprint(new),
+        "predicted_gain": None, "strategy": new.strategy, "ranks": new.num_ranks, **more,
+    }  # fmt: skip
+
+
 def regroup_event(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
     """Event for a change to a plan for the ranks that are available. ``rank`` is the one that was lost."""
-    return {
-        "event": "replan",
-        "kind": "lost",
-        "why": why,
-        "rank": rank,
-        "old": fingerprint(old),
-        "new": fingerprint(new),
-        "predicted_gain": None,
-        "strategy": new.strategy,
-        "ranks": new.num_ranks,
-        "ranks_before": old.num_ranks,
-    }
+    return change_event("lost", old, new, why, rank=rank, ranks_before=old.num_ranks)

@@ -25,11 +25,12 @@ from asa.errors import (
     PreemptedError,
     WorkersFailedError,
 )
+from asa.executor.running import stored_settings
 from asa.executor.running.exhausted import NOTE
 from asa.executor.running.member import Ending, Job
 from asa.executor.running.outdir import CHECKPOINTS
-from asa.executor.running.prepare import Material, write_plan
-from asa.executor.running.rank_losses import RankLosses, Regroup, regroup_event, without_snapshots
+from asa.executor.running.prepare import Material
+from asa.executor.running.rank_losses import RankLosses, Regroup, change_event, regroup_event, without_snapshots
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
 from asa.executor.training.snapshots import newest
@@ -141,18 +142,7 @@ class _ShortOfMemory:
         old, plan, self._plan = job.plan, self._plan, None
         self._returns += 1
         free = f"{binary(free_on_host() or 0)} of memory are free"
-        log(
-            {
-                "event": "replan",
-                "kind": "enough",
-                "why": f"{free}, {binary(self._free_bytes)} when that plan ran short",
-                "old": fingerprint(old),
-                "new": fingerprint(plan),
-                "predicted_gain": None,
-                "strategy": plan.strategy,
-                "ranks": plan.num_ranks,
-            }
-        )
+        log(change_event("enough", old, plan, f"{free}, {binary(self._free_bytes)} when that plan ran short"))
         record_plan(Path(job.settings.out), plan)
         return replace(job, plan=plan, watchful=True, awaited_bytes=None)
 
@@ -280,7 +270,7 @@ def _load_or_none(kind: type[T], path: Path) -> T | None:
 
 def record_plan(out: Path, plan: Plan) -> None:
     """Record that the run continues under ``plan``, and remove the note of the shortage."""
-    write_plan(plan, out)
+    stored_settings.keep(plan, out / "plan.json")
     (out / NOTE).unlink(missing_ok=True)
 
 
@@ -299,22 +289,12 @@ def shortage_line(shortage: Shortage) -> str:
 
 def shortage_event(shortage: Shortage, plan: Plan, attempt: int) -> Event:
     """Event for a change of plan after a shortage of memory."""
-    return {
-        "event": "replan",
-        "kind": "memory",
-        "attempt": attempt,
-        "why": shortage_line(shortage),
-        "old": fingerprint(shortage.plan),
-        "new": fingerprint(plan),
-        "predicted_gain": None,
-        "shortage": {k: v for k, v in codec.to_data(shortage).items() if k != "plan"}
-        | {"promised_bytes": shortage.promised_bytes},
-        "strategy": plan.strategy,
-        "ranks": plan.num_ranks,
-        "memory_bytes": plan.memory_bytes,
-        "memory_scale": plan.memory_scale,
-        "promised_bytes": max(plan.prediction.memory_bytes_per_rank),
-    }
+    fields = {k: v for k, v in codec.to_data(shortage).items() if k != "plan"}
+    return change_event(
+        "memory", shortage.plan, plan, shortage_line(shortage), attempt=attempt,
+        shortage=fields | {"promised_bytes": shortage.promised_bytes}, memory_bytes=plan.memory_bytes,
+        memory_scale=plan.memory_scale, promised_bytes=max(plan.prediction.memory_bytes_per_rank),
+    )  # fmt: skip
 
 
 def _newest(material: Material, log: RunLog, job: Job, snapshot_step: int = 0) -> Material:

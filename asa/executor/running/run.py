@@ -135,29 +135,26 @@ def _start_ranks_and_run(job: Job, ready: Prepare, relieve: Relieve | None, regr
     def start(job: Job, material: Material) -> Ending:
         files = _files_of_servers(job)
         try:
-            return started(job, material, files)
+            endings = run_ranks(
+                job.plan.num_processes,
+                _rank,
+                job,
+                material,
+                files,
+                backend=_backend(job),
+                threads=_threads(job),
+                timeout_s=job.settings.timeout_s,
+                watched=True,
+                forward_sigterm=True,
+                idle_until_begun=not job.snapshots,
+                on_message=lambda _, event: log(event),
+                spare=_expendable_ranks(job.plan),
+                returns=partial(_can_be_restarted, job.plan, files),
+                once_started=release_model,
+            )
         finally:
             for file in files.values():
                 os.close(file)
-
-    def started(job: Job, material: Material, files: dict[int, int]) -> Ending:
-        endings = run_ranks(
-            job.plan.num_processes,
-            _rank,
-            job,
-            material,
-            files,
-            backend=_backend(job),
-            threads=_threads(job),
-            timeout_s=job.settings.timeout_s,
-            watched=True,
-            forward_sigterm=True,
-            idle_until_begun=not job.snapshots,
-            on_message=lambda _, event: log(event),
-            spare=_expendable_ranks(job.plan),
-            returns=partial(_can_be_restarted, job.plan, files),
-            once_started=release_model,
-        )
         return max((e for e in endings if e is not None), key=lambda ending: ending.pressure)
 
     return _run_and_log(log, lambda: run_with_recovery(job, material, log, relieve, regroup, start))

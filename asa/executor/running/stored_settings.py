@@ -11,20 +11,21 @@ from asa.executor.training import checkpoint
 from asa.executor.training.logs import last_settings
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
+from asa.ir.plan import Plan
 
 SETTINGS = "settings.json"
 
 
-def keep(settings: TrainSettings, out: Path) -> None:
-    """Write ``settings`` to the folder of the run.
+def keep(record: TrainSettings | Plan, path: Path) -> None:
+    """Write the settings or the plan of a run to ``path`` in its folder, from which a resumed run reads them.
 
     Raises:
         UnavailableError: they cannot be written.
     """
     try:
-        codec.save(settings, out / SETTINGS)
+        codec.save(record, path)
     except OSError as error:
-        raise UnavailableError(f"cannot write {out / SETTINGS}: {error.strerror or error}") from None
+        raise UnavailableError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def recalled(out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ from asa.ir import codec
 from asa.ir.codec import later, noun
 from asa.ir.plan import Plan
 from asa.launch import faults
-from asa.reading import open_regular, read_text
+from asa.reading import checksum, read_text
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -244,7 +243,7 @@ def _checked(path: Path) -> Manifest:
             raise InvalidInputError(f"{stored.name} is missing")
         if file.stat().st_size != stored.bytes:
             raise InvalidInputError(f"{stored.name} has {file.stat().st_size} bytes, not {stored.bytes}")
-        if _sum(file) != stored.sha256:
+        if checksum(file) != stored.sha256:
             raise InvalidInputError(f"{stored.name} does not match its SHA-256")
     for name in (MODEL, OPTIMIZER):
         if name not in present:
@@ -320,7 +319,7 @@ def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
         storages.add(start)
     save_file(separate, path)
     _flush(path)
-    return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=_sum(path))
+    return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=checksum(path))
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -350,11 +349,3 @@ def _point_to(newest: Path) -> None:
         _write_text(folder / f".{LATEST}.tmp", newest.name + "\n")
         os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
         _flush(folder)
-
-
-def _sum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

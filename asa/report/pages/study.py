@@ -81,13 +81,8 @@ def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -
          tuple(row[i] for i in indices)) for f, row in zip(rows, texts, strict=True)
     ]  # fmt: skip
     links = [(f"{c.name}-title", c.title) for c, _ in drawings] + [("cells", "All cells"), ("notes", "Notes")]
-    published_rows: list[tuple[str, tuple[str, ...]]] = [
-        ("", (f.row.cell.model, f.variant, str(f.row.cell.gpus), p.metric.replace("_", " "),
-              "-" if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", figures.conditions(p)))
-        for f in rows for p, value in f.published
-    ]  # fmt: skip
-    columns = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware")
-    sources = "; ".join(dict.fromkeys(p.source for f in rows for p, _ in f.published))
+    published_rows = [("", tuple(row[:-1])) for row in words.beside_published(rows)]
+    sources = "; ".join(dict.fromkeys(row[-1] for row in words.beside_published(rows)))
     notes = (*words.folded(study), *study.differs)
     parts = [
         page.head(f"asa study: {study.name}"),
@@ -101,7 +96,7 @@ def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -
         *(
             [
                 "<h2>Compared with published results</h2>",
-                page.html_table(f"Published in: {sources}", columns, published_rows),
+                page.html_table(f"Published in: {sources}", words.PUBLISHED_COLUMNS[:-1], published_rows),
             ]
             if published_rows
             else []

@@ -37,11 +37,12 @@ def torchtitan(plan: Plan, choice: Choice) -> str:
         *(_pipeline(plan, choice.name, rows) if grid.stages > 1 else ()),
     ]
     imports, config = _base(plan)
+    start = torchrun(plan, choice).replace("FILE", "-m torchtitan.train --module MODULE --config planned")
     some = f"    # The plan recomputes {recomputed} of {len(plan.components)} components; torchtitan, every block.\n"
     return f"""\
 {header(plan, choice)}#
 # For torchtitan 0.3.0. Save this as MODULE.py, then
-# {_start(plan, choice)}
+# {start}
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -67,10 +68,6 @@ def planned() -> Trainer.Config:
     config.activation_checkpoint = {"FullAC.Config()" if recomputed else "None"}
     return config
 """
-
-
-def _start(plan: Plan, choice: Choice) -> str:
-    return torchrun(plan, choice).replace("FILE", "-m torchtitan.train --module MODULE --config planned")
 
 
 def _pipeline(plan: Plan, name: str, rows: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from asa.ir import codec
@@ -207,73 +207,40 @@ def sealed(bench: Bench) -> list[tuple[str, ...]]:
     ]
 
 
-CSV_COLUMNS = (
-    "model",
-    "strategy",
-    "ranks",
-    "global_batch",
-    "step_median_s",
-    "step_p10_s",
-    "step_p90_s",
-    "n",
-    "predicted_step_s",
-    "samples_per_s",
-    "communication_s",
-    "peak_memory_bytes",
-    "predicted_memory_bytes",
-    "epochs_trained",
-    "validation_loss",
-    "validation_accuracy",
-    "plan_fingerprint",
-    "why_not",
-    "epoch_s",
-    "cost_per_epoch",
-    "data_wait_s",
-    "utilisation",
-    "mfu",
-    "state_memory_bytes",
-    "reserved_memory_bytes",
-    "energy_j_per_step",
-)
+_CSV: Mapping[str, Callable[[BenchResult, Bench], object]] = {
+    "model": lambda r, _: r.model,
+    "strategy": lambda r, _: r.strategy,
+    "ranks": lambda r, _: r.ranks,
+    "global_batch": lambda r, _: r.global_batch,
+    "step_median_s": lambda r, _: r.step_time_s and r.step_time_s.median,
+    "step_p10_s": lambda r, _: r.step_time_s and r.step_time_s.p10,
+    "step_p90_s": lambda r, _: r.step_time_s and r.step_time_s.p90,
+    "n": lambda r, _: r.step_time_s.n if r.step_time_s else 0,
+    "predicted_step_s": lambda r, _: r.predicted_step_time_s,
+    "samples_per_s": lambda r, _: throughput(r),
+    "communication_s": lambda r, _: r.communication_s,
+    "peak_memory_bytes": lambda r, _: r.peak_memory_bytes,
+    "predicted_memory_bytes": lambda r, _: r.predicted_memory_bytes,
+    "epochs_trained": lambda r, _: r.accuracy[-1].epoch if r.accuracy else None,
+    "validation_loss": lambda r, _: r.accuracy[-1].validation_loss if r.accuracy else None,
+    "validation_accuracy": lambda r, _: r.accuracy[-1].validation_accuracy if r.accuracy else None,
+    "plan_fingerprint": lambda r, _: r.plan_fingerprint,
+    "why_not": lambda r, _: r.why_not,
+    "epoch_s": lambda r, bench: epoch_s(r, bench.settings.samples_per_epoch),
+    "cost_per_epoch": lambda r, bench: epoch_cost(r, bench.settings.price, bench.settings.samples_per_epoch),
+    "data_wait_s": lambda r, _: r.data_wait_s,
+    "utilisation": lambda r, _: r.utilisation,
+    "mfu": lambda r, _: r.mfu,
+    "state_memory_bytes": lambda r, _: r.state_memory_bytes,
+    "reserved_memory_bytes": lambda r, _: r.reserved_memory_bytes,
+    "energy_j_per_step": lambda r, _: r.energy_j,
+}
+CSV_COLUMNS = tuple(_CSV)
 
 
 def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
     """Rows of all cells, in plain seconds and bytes."""
-    rows: list[tuple[object, ...]] = []
-    price, samples = bench.settings.price, bench.settings.samples_per_epoch
-    for r in bench.results:
-        t, last = r.step_time_s, r.accuracy[-1] if r.accuracy else None
-        rows.append(
-            (
-                r.model,
-                r.strategy,
-                r.ranks,
-                r.global_batch,
-                t.median if t else None,
-                t.p10 if t else None,
-                t.p90 if t else None,
-                t.n if t else 0,
-                r.predicted_step_time_s,
-                throughput(r),
-                r.communication_s,
-                r.peak_memory_bytes,
-                r.predicted_memory_bytes,
-                last and last.epoch,
-                last and last.validation_loss,
-                last and last.validation_accuracy,
-                r.plan_fingerprint,
-                r.why_not,
-                epoch_s(r, samples),
-                epoch_cost(r, price, samples),
-                r.data_wait_s,
-                r.utilisation,
-                r.mfu,
-                r.state_memory_bytes,
-                r.reserved_memory_bytes,
-                r.energy_j,
-            )
-        )
-    return rows
+    return [tuple(value(r, bench) for value in _CSV.values()) for r in bench.results]
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -50,7 +50,6 @@ def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s
     """The content of :func:`planned` as a document."""
     return {
         "kind": "study-plan",
-        "schema_version": 1,
         "study": name,
         "folder": str(folder),
         "budget_s": budget_s,
@@ -204,6 +203,19 @@ def _age(r: BenchResult) -> str:
     return NOTHING if r.mean_age is None else f"{r.mean_age:.2g} (most {len(r.ages) - 1})"
 
 
+PUBLISHED_COLUMNS = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware", "source")
+"""Columns of tables with published figures."""
+
+
+def beside_published(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
+    """Rows with the columns :data:`PUBLISHED_COLUMNS`, as text: published figures, and those here beside them."""
+    return [
+        (f.row.cell.model, f.variant, str(f.row.cell.gpus), p.metric.replace("_", " "),
+         NOTHING if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", figures.conditions(p), p.source)
+        for f in rows for p, value in f.published
+    ]  # fmt: skip
+
+
 def markdown(study: Study, rows: Sequence[Figures]) -> str:
     """The table and all notes, as Markdown."""
     indices, texts = columns(study, rows)
@@ -211,18 +223,9 @@ def markdown(study: Study, rows: Sequence[Figures]) -> str:
     lines += [_row(TABLE_COLUMNS[i] for i in indices), f"|{'---|' * len(indices)}"]
     lines += [_row(row[i] for i in indices) for row in texts]
     lines += ["", *(f"- {_literal(text)}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
-    published_rows = [(f, p, value) for f in rows for p, value in f.published]
-    if published_rows:
-        lines += [
-            "",
-            _row(("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware", "source")),
-            f"|{'---|' * 9}",
-        ]
-        lines += [
-            _row((f.row.cell.model, f.variant, str(f.row.cell.gpus), p.metric.replace("_", " "),
-                  NOTHING if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", figures.conditions(p),
-                  p.source)) for f, p, value in published_rows
-        ]  # fmt: skip
+    beside = beside_published(rows)
+    if beside:
+        lines += ["", _row(PUBLISHED_COLUMNS), f"|{'---|' * len(PUBLISHED_COLUMNS)}", *map(_row, beside)]
     return "\n".join(lines) + "\n"
 
 

@@ -205,14 +205,3 @@ def directly(unit: nn.Module) -> None:
     if isinstance(unit, FSDPModule):
         unit.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_Scatter())  # type: ignore[arg-type]
-
-
-__all__ = [
-    "Pending",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "awaited",
-    "broadcast",
-    "directly",
-    "reduce_scatter_tensor",
-]

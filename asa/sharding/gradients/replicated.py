@@ -67,7 +67,7 @@ def sender(axis: Axis) -> Send:
         flat = torch.view_as_real(bucket.flat) if bucket.flat.is_complex() else bucket.flat
         if flat.device.type == "cpu" and segment_of(group) is not None:
             direct.all_reduce(flat, group=group, mean=True)
-            return _no_wait
+            return lambda: None
         flat.div_(axis.size)  # before the sum, which may overflow in half precision
         work = dist.all_reduce(flat, group=group, async_op=True)
 
@@ -80,10 +80,6 @@ def sender(axis: Axis) -> Send:
         return wait
 
     return send
-
-
-def _no_wait() -> None:
-    return None
 
 
 def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] | None = None) -> nn.Module:

@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from asa.errors import InvalidInputError, UnavailableError
+from asa.reading import checksum
 from asa.zoo.data.official import Official, Origin
 
 Opener = Callable[..., Any]
 """Function like ``urllib.request.urlopen``: (url, timeout=seconds) -> a readable context manager."""
 _TIMEOUT_S = 30.0
 """Longest wait for the network in seconds, not for the whole transfer."""
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _copy(source: Any, target: IO[bytes], origin: Origin) -> None:
@@ -71,7 +67,7 @@ def download(what: Official, directory: Path, *, opener: Opener | None = None) -
         directory.mkdir(parents=True, exist_ok=True)
         for origin in what.origins:
             path = directory / origin.file
-            if not (path.is_file() and path.stat().st_size == origin.size and _digest(path) == origin.sha256):
+            if not (path.is_file() and path.stat().st_size == origin.size and checksum(path) == origin.sha256):
                 _get(origin, directory, opener)
     except OSError as error:
         raise UnavailableError(f"cannot write downloads to {directory}: {error.strerror or error}") from None
