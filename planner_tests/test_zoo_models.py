@@ -334,3 +334,23 @@ def test_transformers_gives_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError) as caught:
         models.build("hf:someone/thing", num_classes=4, input_shape=SMALL)
     assert "its configuration is not available: OSError: offline" in message(caught)
+
+
+def test_a_configuration_in_a_folder_that_cannot_be_used_is_an_unusable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_pretrained(name: str, **options: int) -> types.SimpleNamespace:
+        if name == str(tmp_path / "pixels"):
+            return types.SimpleNamespace(patch_size=8)
+        raise OSError("not valid JSON")
+
+    fake = types.ModuleType("transformers")
+    vars(fake).update(CONFIG_MAPPING={}, AutoConfig=types.SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    for folder in ("broken", "pixels"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(InvalidInputError, match="its configuration is not available: OSError: not valid JSON"):
+        models.build(f"hf:{tmp_path}/broken", num_classes=4, input_shape=SMALL)
+    with pytest.raises(InvalidInputError, match="has no vocabulary, so it reads no tokens"):
+        models.default_input(f"hf:{tmp_path}/pixels", (16,))

@@ -198,8 +198,9 @@ def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.
     a masked or causal language model, whose vocabulary size is ``num_classes``.
 
     Raises:
-        UnavailableError: transformers is not installed, or the configuration is not available.
-        InvalidInputError: it is no such model, or cannot be built for this input.
+        UnavailableError: transformers is not installed, or the hub does not give the configuration.
+        InvalidInputError: it is no such model, a folder has no configuration that can be used, or the model cannot be
+            built for this input.
     """
     transformers = _package("transformers", spec)
     text = of_tokens(input_shape)
@@ -224,7 +225,8 @@ def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any
             reachable()
         return transformers.AutoConfig.from_pretrained(name, **options)
     except Exception as error:
-        raise UnavailableError(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None
+        kind = InvalidInputError if Path(name).is_dir() else UnavailableError
+        raise kind(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None
 
 
 def vocabulary_by_configuration(spec: str) -> int:
@@ -232,10 +234,14 @@ def vocabulary_by_configuration(spec: str) -> int:
     sequences.
 
     Raises:
-        UnavailableError: transformers is not installed, or the configuration is not available.
+        UnavailableError: transformers is not installed, or the hub does not give the configuration.
+        InvalidInputError: the model has no vocabulary, or a folder's configuration cannot be used.
     """
     config = _configuration(_package("transformers", spec), spec, {})
-    return int(config.num_labels if _classifies(config) else config.vocab_size)
+    size = config.num_labels if _classifies(config) else getattr(config, "vocab_size", None)
+    if size is None:
+        raise InvalidInputError(f"model {spec!r} has no vocabulary, so it reads no tokens; take --input in their place")
+    return int(size)
 
 
 def _classifies(config: Any) -> bool:
