@@ -64,6 +64,10 @@ def test_exported_weights_are_those_of_the_checkpoint_and_load_strictly(
     other = tmp_path / "other.json"
     codec.save(training.plan(ranks=3), other)
     assert entry.run(["export", str(other)]) == 7
+    file.unlink()
+    (run / "plan.json").write_text("{")  # nothing of it is needed
+    assert entry.run(["export", "--run", str(run)]) == 0
+    assert file.is_file()
 
 
 def test_a_torchvision_model_takes_every_name(tmp_path: Path) -> None:

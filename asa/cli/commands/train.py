@@ -278,10 +278,10 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
         return path, plan, out
-    runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime)
+    runs = places.newest_runs()
     if not args.out and not runs:
         raise NoCheckpointError(f"no run in {places.TRAINING}/ to resume; name one with --out")
-    out = Path(args.out) if args.out else runs[-1].parent
+    out = Path(args.out) if args.out else runs[0]
     if not out.exists():
         raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
     plan_file = out / "plan.json"
