@@ -47,8 +47,8 @@ Progress = Callable[[float, str], None]
 
 _UPDATES_SHARE = 0.15
 _EXAMPLE_SAMPLES = 2
-_MIXED = 1e-3
-"""Relative change of an output in 32 bits from which on a model is said to mix samples."""
+_MIXED = 1e-2
+"""Relative change of an output from which on a model is said to mix samples; kernels of a GPU round in TF32."""
 _BEYOND_CACHES = 2**26
 """Bytes of weights from which on a component's weights are never in a cache when it starts."""
 _DISTURBED = 0.03
