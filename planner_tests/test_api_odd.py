@@ -256,6 +256,33 @@ def test_a_hook_on_the_model_itself_is_not_lost() -> None:
     assert found.notes == ("the model is one component: the model itself has hooks",)
 
 
+def test_a_sparse_buffer_is_named() -> None:
+    net = small()
+    net.register_buffer("links", torch.eye(3).to_sparse())
+    with pytest.raises(InvalidInputError, match="links of the model is sparse; hand in a dense tensor"):
+        trace(net, torch.zeros((2, *user.SHAPE), dtype=torch.float64), name="model")
+
+
+class Descends(nn.Module):
+    """Adds a gradient by its input, which forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.body(x)
+            (slope,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+        return y + self.body(slope)
+
+
+def test_a_forward_that_computes_gradients_is_measured() -> None:
+    found = trace(Descends(), torch.ones(2, 4), name="model")
+    assert sum(c.saved_bytes_per_sample for c in found.facts) > 0
+
+
 @pytest.mark.parametrize(("part", "words"), [("", "the model is TorchScript"), ("second", "second is TorchScript")])
 def test_torchscript_is_named(part: str, words: str) -> None:
     net = small()

@@ -102,6 +102,21 @@ def test_what_a_noun_refuses_is_told_with_its_file(place, capsys):
             lambda d: d["levels"][0]["tables"].append(d["levels"][0]["tables"][0]),
             "two tables of all_reduce among 2 ranks (at $.levels[0].tables[6])",
         ),
+        (
+            "cluster.box.json",
+            lambda d: d.update(contention=[{"ranks": 2, "slowdown": 3.0}, {"ranks": 2, "slowdown": 1.0}]),
+            "two entries of contention for 2 ranks (at $.contention[1])",
+        ),
+        (
+            "cluster.box.json",
+            lambda d: d.update(num_devices=10**9) or d["levels"][-1].update(devices=10**9),
+            "has 1000000000 devices, not 1 to 16384 (at $.num_devices)",
+        ),
+        (
+            "cluster.box.json",
+            lambda d: d.update(devices_per_host=0),
+            "a host has at least 1 device, not 0 (at $.devices_per_host)",
+        ),
     ],
 )
 def test_a_profile_or_cluster_that_says_a_thing_twice_or_too_large(name, change, words, place, capsys):

@@ -270,6 +270,11 @@ def test_nothing_to_resume_is_7_and_leaves_nothing(place, capsys):
     codec.save(nouns.plan(), place / "runs" / "plans" / "p.json")
     assert "no run in gone to resume" in refused(capsys, 7, "train", "--resume", "--out", "gone")
     assert not (place / "gone").exists()
+    lost = place / "runs" / "train" / "lost"
+    lost.mkdir(parents=True)
+    (lost / "plan.json").symlink_to("nowhere")
+    for command in (("train", "--resume"), ("export",)):
+        assert "in runs/train/ to" in refused(capsys, 7, *command)
 
 
 def test_a_plan_for_devices_that_are_not_there_is_5_and_leaves_nothing(place, capsys):

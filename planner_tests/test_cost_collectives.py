@@ -130,6 +130,13 @@ def test_a_level_without_tables_is_priced_by_a_wider_one():
     assert seconds(c, collective("all_reduce", MIB, 4)) > 0
 
 
+def test_a_level_without_tables_is_not_taken_for_a_narrower_one():
+    c = cluster(Level(name="in", devices=4, tables=(table(4, {MIB: 1e-4}),)), Level(name="out", devices=8, tables=()))
+    assert seconds(c, collective("all_reduce", MIB, 4)) == pytest.approx(1e-4)
+    with pytest.raises(InvalidInputError, match="among 8 ranks; level 'out', which joins them, needs one"):
+        seconds(c, collective("all_reduce", MIB, 8))
+
+
 def test_a_cluster_without_any_table_says_so():
     with pytest.raises(InvalidInputError, match="no table"):
         seconds(cluster(Level(name="l", devices=2, tables=())), collective("all_reduce", MIB, 2))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import training
 from torch import Tensor, nn
 
 import asa
+from asa.cli import entry
 from asa.executor.measuring.equivalence import verify
+from asa.ir import codec
+from asa.ir.graph import DEPENDS
 from asa.profiler.measure import profile_module
 from asa.sharding.layers.dropout import make_reproducible
-from asa.sharding.randomness.generators import drawing, draws_note
+from asa.sharding.randomness.generators import drawing, draws_note, mixing_note
 from asa.sharding.randomness.samples import SampleAlphaDropout, SampleContext, SampleRReLU
 from asa.strategies import offered
 from asa.tracing import trace
@@ -141,15 +146,29 @@ def test_what_draws_by_itself_is_found(draw: nn.Module, operator: str) -> None:
     assert ("depends on the plan" in " ".join(draws_note(found))) == bool(operator)
 
 
-def test_a_note_goes_from_the_profile_into_the_plan() -> None:
-    model = Noisy(Drawn(torch.randn_like))
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Noisy(Drawn(torch.randn_like)), "random numbers of its own (randn_like)"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 4)), "mixes the samples"),
+    ],
+)
+def test_a_note_goes_from_the_profile_into_the_plan_and_before_training(
+    make, words, tmp_path, monkeypatch, capsys
+) -> None:
     made = profile_module(
-        model, torch.zeros(2, 4), spec="m", num_classes=4, global_batch=4, device=torch.device("cpu"),
+        make(), torch.randn(2, 4), spec="m", num_classes=4, global_batch=4, device=torch.device("cpu"),
         time_limit_s=60, max_tensor_degree=1,
     )  # fmt: skip
     (note,) = made.graph.notes
-    assert note.endswith("random numbers of its own (randn_like): what training computes depends on the plan")
+    assert words in note
+    assert note.endswith(DEPENDS)
     assert note in asa.plan(made, gpus=2, cluster=cluster()).notes
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("asa.executor.running.run.train", lambda *_, **__: {})
+    codec.save(replace(training.plan(ranks=2), notes=(note,)), tmp_path / "plan.json")
+    assert entry.run(["train", "plan.json", "--data", "digits"]) == 0
+    assert f"asa: {note}" in capsys.readouterr().err
 
 
 class Centred(nn.Module):
@@ -168,6 +187,13 @@ def image_net(middle: nn.Module) -> nn.Module:
 
 def noise(x: Tensor) -> Tensor:
     return x + torch.randn_like(x)
+
+
+def test_a_model_that_mixes_samples_is_said_to_depend_on_the_plan() -> None:
+    pair = torch.randn(2, *SHAPE)
+    (note,) = mixing_note(image_net(Centred()), pair, 1e-3)
+    assert note.endswith(DEPENDS)
+    assert mixing_note(image_net(nn.BatchNorm1d(6)), pair, 1e-3) == ()
 
 
 @pytest.mark.parametrize(

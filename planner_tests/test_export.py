@@ -64,6 +64,14 @@ def test_exported_weights_are_those_of_the_checkpoint_and_load_strictly(
     other = tmp_path / "other.json"
     codec.save(training.plan(ranks=3), other)
     assert entry.run(["export", str(other)]) == 7
+    file.unlink()
+    (run / "plan.json").write_text("{")  # nothing of it is needed
+    assert entry.run(["export", "--run", str(run)]) == 0
+    assert file.is_file()
+    found = checkpoint.find(run / outdir.CHECKPOINTS)
+    finds = iter((replace(found, path=run / "removed"), found))  # a run at work removes old checkpoints
+    monkeypatch.setattr("asa.executor.running.export._find", lambda *_: next(finds))
+    assert export_weights(run, tmp_path / "again.safetensors").step == 6
 
 
 def test_a_torchvision_model_takes_every_name(tmp_path: Path) -> None:

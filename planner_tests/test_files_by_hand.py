@@ -35,6 +35,23 @@ def test_the_examples_are_planned_from(place, capsys):
     assert entry.run(["simulate", *found]) == 0
 
 
+def test_a_cluster_of_one_device_has_no_links(place, capsys):
+    made = json.loads((place / "cluster.json").read_text()) | {"num_devices": 1, "levels": []}
+    (place / "one.json").write_text(json.dumps(made))
+    assert entry.run(["plan", "profile.json", "--cluster", "one.json", "-o", "plan.json"]) == 0
+    for command in ("launch slurm plan.json", "launch k8s plan.json", "export plan.json --to torch"):
+        assert entry.run(command.split()) == 0
+
+
+def test_an_update_whose_speed_nobody_stated_is_said_to_be_assumed(place, capsys):
+    made = json.loads((place / "cluster.json").read_text())
+    del made["device"]["memory_bandwidth"]
+    (place / "bare.json").write_text(json.dumps(made))
+    for name, said in (("cluster", False), ("bare", True)):
+        assert entry.run(["plan", "profile.json", "--cluster", f"{name}.json", "--time-limit", "1s"]) == 0
+        assert ("how fast Some GPU updates weights" in capsys.readouterr().err) is said
+
+
 def test_curves_by_hand_say_the_time_to_a_target(place, capsys):
     asked = ["plan", "profile.json", "--cluster", "cluster.json", "--global-batch", "64", "--time-limit", "1s"]
     assert entry.run([*asked, "--consistency", "any", "--target", "accuracy=0.9", "--json"]) == 0

@@ -238,7 +238,16 @@ def test_a_factory_in_the_working_directory(here: Callable[[str, str], None], ca
         ("def make(): return nn.Sequential(nn.Flatten(), nn.Linear(5, 10))\n", "fails on an input of 3x32x32"),
         ("def make(): return nn.Sequential(nn.Flatten(), nn.Linear(3072, 9))\n", "tells 9 classes apart, 10 were"),
         ("def make(): return nn.Flatten()\n", "has no parameters to train"),
+        (
+            "def make(): return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10, device='meta'))\n",
+            "1.weight of model 'own_bad:make' has no values",
+        ),
         ("def make(): return nn.Conv2d(3, 1, 32)\n", "tells 1 classes apart"),
+        (
+            "class Net(nn.Linear):\n    def forward(self, x): return super().forward(x.flatten(1)).long()\n"
+            "def make(): return Net(3072, 10)\n",
+            "gives int64 values, which are no logits",
+        ),
         ("import own_missing_thing\ndef make(): pass\n", "needs 'own_missing_thing', which is missing"),
         ("raise SystemExit('usage: x')\n", "failed with SystemExit: usage: x"),
         ("def make(:\n", "failed with SyntaxError"),
@@ -334,3 +343,36 @@ def test_transformers_gives_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnavailableError) as caught:
         models.build("hf:someone/thing", num_classes=4, input_shape=SMALL)
     assert "its configuration is not available: OSError: offline" in message(caught)
+
+
+def test_a_configuration_in_a_folder_that_cannot_be_used_is_an_unusable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_pretrained(name: str, **options: int) -> types.SimpleNamespace:
+        if name == str(tmp_path / "pixels"):
+            return types.SimpleNamespace(patch_size=8)
+        raise OSError("this is wrong:\n  not valid JSON")
+
+    fake = types.ModuleType("transformers")
+    vars(fake).update(CONFIG_MAPPING={}, AutoConfig=types.SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    for folder in ("broken", "pixels"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(InvalidInputError, match="is not available: OSError: this is wrong: not valid JSON"):
+        models.build(f"hf:{tmp_path}/broken", num_classes=4, input_shape=SMALL)
+    with pytest.raises(InvalidInputError, match="there is no folder"):
+        models.build(f"hf:{tmp_path}/missing", num_classes=4, input_shape=SMALL)
+    with pytest.raises(InvalidInputError, match="has no vocabulary, so it reads no tokens"):
+        models.default_input(f"hf:{tmp_path}/pixels", (16,))
+
+
+def test_a_factory_elsewhere_needs_no_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "own_elsewhere.py").write_text(
+        "from torch import nn\ndef make(): return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert models.build("own_elsewhere:make", num_classes=10, input_shape=SMALL)[1].out_features == 10

@@ -96,6 +96,18 @@ def of_another_torch(p: Profile) -> str:
     )
 
 
+def of_guessed_updates(p: Profile, cluster: Cluster) -> str:
+    """A sentence on optimizer steps of a GPU that are priced by the memory of a processor, because neither ``p`` nor
+    ``cluster`` says more; empty if one does."""
+    device = cluster.device
+    if p.updates or device.type == "cpu" or device.memory_bandwidth > 0:
+        return ""
+    return (
+        f"neither the profile nor the cluster says how fast {device.name} updates weights: a processor core is "
+        f"assumed, far too slow; state its memory_bandwidth in cluster {cluster.name}"
+    )
+
+
 def of_another_processor(p: Profile) -> str:
     """A sentence on a profile that was measured on another processor than this machine's; empty if it was not."""
     here = cpu_name()

@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -326,11 +326,21 @@ def newest_plan(text: str | None) -> tuple[Path, Plan]:
     if text is not None:
         path = Path(text)
     else:
-        plans = sorted((p for p in PLANS.glob("*.json") if p.exists()), key=lambda p: p.stat().st_mtime)
+        plans = _newest_first(PLANS.glob("*.json"))
         if not plans:
             raise InvalidInputError(f"no plan in {PLANS}/; make one with `asa plan`, or name a plan file")
-        path = plans[-1]
+        path = plans[0]
     return path, codec.load(Plan, path)
+
+
+def newest_runs() -> list[Path]:
+    """Folders of the runs in ``runs/train`` that have a plan, newest plan first."""
+    return [path.parent for path in _newest_first(TRAINING.glob("*/plan.json"))]
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Those of ``paths`` that exist, by the time of their last change."""
+    return sorted((p for p in paths if p.exists()), key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def _files(accept: Callable[[Path], bool]) -> list[Path]:

@@ -11,7 +11,7 @@ from asa.errors import InvalidInputError
 from asa.ir.codec import later, noun
 from asa.ir.drift import Drift
 from asa.ir.traffic import CollectiveOp
-from asa.ir.units import LEAST_RATE, MOST_AMOUNT, MOST_SECONDS
+from asa.ir.units import LEAST_RATE, MOST_AMOUNT, MOST_DEVICES, MOST_SECONDS
 
 MOST_SLOWDOWN = 1e6
 MOST_SPEED = 1e6
@@ -325,8 +325,9 @@ class Cluster:
                 )
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise InvalidInputError(f"cluster {self.name} has {self.num_devices} devices", where="$.num_devices")
+        if not 1 <= self.num_devices <= MOST_DEVICES:
+            message = f"cluster {self.name} has {self.num_devices} devices, not 1 to {MOST_DEVICES}"
+            raise InvalidInputError(message, where="$.num_devices")
         widths = [level.devices for level in self.levels]
         if self.num_devices > 1 and (not widths or widths[-1] < self.num_devices):
             raise InvalidInputError(f"no level of cluster {self.name} connects all its devices", where="$.levels")
@@ -341,6 +342,15 @@ class Cluster:
                         where=f"$.levels[{i}].tables[{j}]",
                     )
                 pairs.add((t.op, t.ranks))
+        if self.devices_per_host is not None and self.devices_per_host < 1:
+            raise InvalidInputError(
+                f"a host has at least 1 device, not {self.devices_per_host}", where="$.devices_per_host"
+            )
+        for name, measured in (("contention", self.contention), ("waiting", self.waiting or ())):
+            counts = [m.ranks for m in measured]
+            twice = next((i for i, n in enumerate(counts) if n in counts[:i]), None)
+            if twice is not None:
+                raise InvalidInputError(f"two entries of {name} for {counts[twice]} ranks", where=f"$.{name}[{twice}]")
         for i, c in enumerate(self.contention):
             if min(c.slowdown, c.of_memory) < 1 or c.ranks < 1:
                 raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")

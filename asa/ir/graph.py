@@ -174,6 +174,10 @@ class Component:
     tied: bool | None = later()
 
 
+DEPENDS = "what training computes depends on the plan"
+"""End of a note on a model whose results on several ranks, or in several microbatches, are not those of one device."""
+
+
 @noun
 class LayerGraph:
     """Components in topological order. Component i passes exactly one tensor to component i + 1.

@@ -15,6 +15,9 @@ MOST_SECONDS = 1e9
 MOST_SAMPLES = 2**24
 """Largest global batch: far more than any training has used."""
 
+MOST_DEVICES = 2**14
+"""Largest number of devices of a cluster: no published collective had more."""
+
 MOST_VALUES = 2**28
 """Largest number of values of one input: an image of 3 x 9,459 x 9,459, larger than any in training."""
 

@@ -34,7 +34,7 @@ from asa.sharding.collectives.axis import Axis
 from asa.sharding.layers.describe import layer_graph
 from asa.sharding.layers.dropout import make_reproducible
 from asa.sharding.layers.tensor import detached_copy, split
-from asa.sharding.randomness.generators import drawing, draws_note
+from asa.sharding.randomness.generators import drawing, draws_note, mixing_note
 from asa.sharding.randomness.samples import BySample, SampleContext
 from asa.tracing import TracedModel, trace
 from asa.tracing.alike import signature, stand_ins
@@ -47,6 +47,8 @@ Progress = Callable[[float, str], None]
 
 _UPDATES_SHARE = 0.15
 _EXAMPLE_SAMPLES = 2
+_MIXED = 1e-2
+"""Relative change of an output from which on a model is said to mix samples; kernels of a GPU round in TF32."""
 _BEYOND_CACHES = 2**26
 """Bytes of weights from which on a component's weights are never in a cache when it starts."""
 _DISTURBED = 0.03
@@ -138,9 +140,9 @@ def profile_module(
         shape = tuple(example.shape[1:])
         graph = layer_graph(traced, model=spec, input_shape=shape, num_classes=num_classes)
         subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree, memory_format)
-        graph = replace(
-            graph, notes=(*graph.notes, *draws_note(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES))))
-        )
+        pair = subject.batch(_EXAMPLE_SAMPLES)
+        differs = (*mixing_note(model, pair, _MIXED), *draws_note(drawing(traced.components, pair)))
+        graph = replace(graph, notes=(*graph.notes, *differs))
         execution.configure_kernels(device, precision)  # not before: tracing has batches of its own
         compile_s = None
         if compiled != "none":

@@ -11,12 +11,15 @@ none. Parameters and buffers are never counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from asa.ir.graph import Component
 from asa.tracing.alike import signature, stand_ins
@@ -56,6 +59,22 @@ MORE_FLOPS: dict[Any, Any] = {
 """FLOP formulas for operators that torch's own counter omits."""
 
 
+class _Untold(ModuleTracker):
+    """Tells no modules apart: the hooks for that fail where a forward computes gradients."""
+
+    def __enter__(self) -> _Untold:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def flop_counter() -> FlopCounterMode:
+    """Context that counts the FLOPs of all operators in it."""
+    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+    counter.mod_tracker = _Untold()
+    return counter
+
+
 @dataclass
 class _Run:
     """Totals of one component over one run."""
@@ -69,9 +88,18 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
-def no_backward(_: Any) -> Tensor:
-    """Raise an error: hook for the saved tensors of a graph on which no backward runs."""
-    raise AssertionError("backward through a graph that was only measured")
+@contextmanager
+def listing_saved(saved: list[Tensor]) -> Iterator[None]:
+    """Context in which tensors that autograd saves are listed in ``saved``, and found there by a backward inside it (of
+    a forward that computes gradients). Clear the list at the end: the graph refers to it, and its tensors to the graph,
+    a cycle that gc does not collect."""
+
+    def keep(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, saved.__getitem__):
+        yield
 
 
 def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
@@ -84,13 +112,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
     for i, component in enumerate(components):
         component.input_shape, component.input_dtype = tuple(value.shape[1:]), value.dtype
         saved: list[Tensor] = []
-
-        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Any:
-            # No backward runs here, so nothing is returned: a graph that held its own outputs would never be freed.
-            saved.append(tensor)
-
-        flops = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-        with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, no_backward):
+        with flop_counter() as flops, fused_attention(), listing_saved(saved):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
         alive += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
@@ -102,7 +124,6 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         for tensor in outputs:
             owner.setdefault(tensor.untyped_storage()._cdata, i)
         value = outputs[0]
-    # The graph's hooks refer to these lists, and their tensors to the graph: a cycle that gc does not collect.
     for tensors in alive:
         tensors.clear()
     return runs

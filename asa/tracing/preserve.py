@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asa.errors import InvalidInputError
 from asa.tracing.surroundings import Surroundings
+from asa.zoo.input_checks import check_kinds
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -95,18 +95,6 @@ def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def _refuse_scripted(model: nn.Module) -> None:
-    """Refuse TorchScript modules. Python cannot replace their parameters, so they can be neither restored nor sharded.
-
-    Raises:
-        InvalidInputError: the model contains one.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            what = f"{path} is" if path else "the model is"
-            raise InvalidInputError(f"{what} TorchScript; hand in the module that torch.jit made it from")
-
-
 def foreign_state() -> tuple[Any, ...]:
     """State of the random generators of Python, and of numpy if it is in use."""
     numpy = sys.modules.get("numpy")
@@ -136,9 +124,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     :func:`parameters_restored` found.
 
     Raises:
-        InvalidInputError: the model contains TorchScript.
+        InvalidInputError: the model contains TorchScript or sparse tensors.
     """
-    _refuse_scripted(model)
+    check_kinds(model)
     around = Surroundings(model.modules())
     state = [(module, attributes(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]

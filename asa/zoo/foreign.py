@@ -26,24 +26,28 @@ from asa.zoo.names import PACKAGES, check_installed
 def first_line(error: BaseException) -> str:
     """``Kind: message`` of an exception, in one line of at most 200 characters, followed by its place in the user's
     code."""
-    text = str(error).strip().splitlines()
-    line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    text = [t.strip() for t in str(error).strip().splitlines()]
+    first = " ".join(text[: 2 if text and text[0].endswith(":") else 1])  # a heading alone says nothing
+    line = f"{type(error).__name__}: {first}" if text else type(error).__name__
     return (line if len(line) <= 200 else line[:197] + "...") + place_of(error)
 
 
 @contextlib.contextmanager
 def at_home() -> Iterator[None]:
-    """Context in which the working directory is importable (the ``asa`` script does not add it), and stdout goes to
-    stderr."""
-    cwd = os.getcwd()
-    sys.path.insert(0, cwd)
+    """Context in which the working directory, if it still exists, is importable (the ``asa`` script does not add it),
+    and stdout goes to stderr."""
+    cwd: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        cwd = [os.getcwd()]
+    sys.path[:0] = cwd
     importlib.invalidate_caches()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(cwd)
+        for path in cwd:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(path)
 
 
 def _import(spec: str, name: str, what: str) -> ModuleType:
@@ -198,8 +202,9 @@ def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.
     a masked or causal language model, whose vocabulary size is ``num_classes``.
 
     Raises:
-        UnavailableError: transformers is not installed, or the configuration is not available.
-        InvalidInputError: it is no such model, or cannot be built for this input.
+        UnavailableError: transformers is not installed, or the hub does not give the configuration.
+        InvalidInputError: it is no such model, a folder has no configuration that can be used, or the model cannot be
+            built for this input.
     """
     transformers = _package("transformers", spec)
     text = of_tokens(input_shape)
@@ -221,10 +226,13 @@ def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any
         if name in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.for_model(name, **options)
         if not Path(name).is_dir():
+            if name.startswith((".", "/")):
+                raise FileNotFoundError(f"there is no folder {name}")
             reachable()
         return transformers.AutoConfig.from_pretrained(name, **options)
     except Exception as error:
-        raise UnavailableError(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None
+        kind = InvalidInputError if name.startswith((".", "/")) or Path(name).is_dir() else UnavailableError
+        raise kind(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None
 
 
 def vocabulary_by_configuration(spec: str) -> int:
@@ -232,10 +240,14 @@ def vocabulary_by_configuration(spec: str) -> int:
     sequences.
 
     Raises:
-        UnavailableError: transformers is not installed, or the configuration is not available.
+        UnavailableError: transformers is not installed, or the hub does not give the configuration.
+        InvalidInputError: the model has no vocabulary, or a folder's configuration cannot be used.
     """
     config = _configuration(_package("transformers", spec), spec, {})
-    return int(config.num_labels if _classifies(config) else config.vocab_size)
+    size = config.num_labels if _classifies(config) else getattr(config, "vocab_size", None)
+    if size is None:
+        raise InvalidInputError(f"model {spec!r} has no vocabulary, so it reads no tokens; take --input in their place")
+    return int(size)
 
 
 def _classifies(config: Any) -> bool:

@@ -82,13 +82,31 @@ def refusal(model: nn.Module, shape: Shape) -> str:
     return ""
 
 
+def check_kinds(model: nn.Module) -> None:
+    """Refuse what can be neither restored nor sharded: TorchScript modules, whose parameters Python cannot replace, and
+    sparse parameters and buffers, which have no memory of their own.
+
+    Raises:
+        InvalidInputError: the model contains one.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"{path} is" if path else "the model is"
+            raise InvalidInputError(f"{what} TorchScript; hand in the module that torch.jit made it from")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise InvalidInputError(f"{name} of the model is sparse; hand in a dense tensor, or indices and values")
+
+
 def num_classes_of(model: nn.Module, spec: str, shape: Shape) -> int:
     """Number of classes of an external model. It must return logits [N, classes, ...] for a batch of N images, and [N,
     T, classes] or [N, classes] for sequences of T tokens.
 
     Raises:
-        InvalidInputError: it fails on such an input, or its output has another form.
+        InvalidInputError: it contains TorchScript or sparse tensors, fails on such an input, or its output has another
+            form.
     """
+    check_kinds(model)
     why = refusal(model, shape)
     input_text = f"{shape[0]} tokens" if of_tokens(shape) else "x".join(map(str, shape))
     if why:
@@ -97,6 +115,9 @@ def num_classes_of(model: nn.Module, spec: str, shape: Shape) -> int:
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[0] != 2:
         form = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InvalidInputError(f"model {spec!r} gives {form} for 2 samples of {input_text}, not logits [2, classes]")
+    if not output.is_floating_point():
+        kind = str(output.dtype).removeprefix("torch.")
+        raise InvalidInputError(f"model {spec!r} gives {kind} values, which are no logits; return real numbers")
     return output.shape[-1] if of_tokens(shape) else output.shape[1]
 
 
@@ -104,7 +125,8 @@ def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape
     """Check that an external model returns logits [N, at least ``num_classes``, ...] for a batch of N.
 
     Raises:
-        InvalidInputError: it fails on such an input, its output has another form, or there is nothing to train.
+        InvalidInputError: it fails on such an input, its output has another form, there is nothing to train, or it has
+            no values.
     """
     count = num_classes_of(model, spec, shape)
     if count < num_classes:
@@ -114,3 +136,9 @@ def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidInputError(f"model {spec!r} has no parameters to train")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    bare = "" if torch.empty(0).is_meta else next((name for name, t in tensors if t.is_meta), "")
+    if bare:
+        raise InvalidInputError(
+            f"{bare} of model {spec!r} has no values (it is on the meta device); make it on the CPU"
+        )

@@ -26,12 +26,16 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _weights(args: Arguments, console: Console) -> dict[str, Any]:
-    folder, plan = _run_of(args)
-    output = Path(args.output) if args.output else folder / f"{slug(plan.model_spec)}.safetensors"
+    folder = _run_of(args)
+    output = Path(args.output) if args.output else folder / "weights.safetensors"
     places.check_writable(output, "-o")  # before torch is imported
 
     from asa.executor.running.export import export_weights
+    from asa.executor.training.checkpoint import newest_manifest
 
+    newest = newest_manifest(folder / "checkpoints")
+    if not args.output and newest is not None:  # without one, nothing is exported
+        output = output.with_stem(slug(newest.model_spec))
     with places.keeping(console, output):
         exported = export_weights(folder, output, step=args.step)
     for note in exported.notes:
@@ -40,25 +44,22 @@ def _weights(args: Arguments, console: Console) -> dict[str, Any]:
     return {"run": str(folder), "file": str(output), **codec.to_data(exported)}
 
 
-def _run_of(args: Arguments) -> tuple[Path, Plan]:
-    """The named run, otherwise the newest with a checkpoint; of the named plan, if one is named.
+def _run_of(args: Arguments) -> Path:
+    """Folder of the named run, otherwise of the newest with a checkpoint; of the named plan, if one is named.
 
     Raises:
         NoCheckpointError: there is none.
     """
     if args.run:
-        folder = Path(args.run)
-        if not (folder / "plan.json").is_file():
-            raise NoCheckpointError(f"no run in {folder}: it has no plan.json")
-        return folder, codec.load(Plan, folder / "plan.json")
+        if not Path(args.run).is_dir():
+            raise NoCheckpointError(f"no run in {args.run}: there is no such folder")
+        return Path(args.run)
     fingerprint = None if args.plan is None else codec.fingerprint(places.newest_plan(args.plan)[1])
-    runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for path in runs:
-        if not any((path.parent / "checkpoints").glob("step_*")):
+    for folder in places.newest_runs():
+        if not any((folder / "checkpoints").glob("step_*")):
             continue  # no checkpoint: emulated devices, or ended too early
-        plan = codec.load(Plan, path)
-        if fingerprint in (None, codec.fingerprint(plan)):
-            return path.parent, plan
+        if fingerprint in (None, codec.fingerprint(codec.load(Plan, folder / "plan.json"))):
+            return folder
     of = "" if fingerprint is None else f" of plan {args.plan}"
     raise NoCheckpointError(
         f"no run{of} with a checkpoint in {places.TRAINING}/ to export; `asa train` makes one, --run names one"

@@ -116,6 +116,8 @@ def _profile_and_cluster(args: Arguments, console: Console) -> tuple[Profile, Cl
         if cluster.device.name != profile.device.name and count > 1:
             measure = f"`asa cluster measure --gpus {count}`"
             console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
+    if said := choose.of_guessed_updates(profile, cluster):
+        console.say(f"asa: {said}")
     if lacking := cluster.without(profile.precision, args.gpus or cluster.num_devices):
         raise UsageError(
             f"cluster {cluster.name} has {lacking}, which does not compute in {profile.precision}; take --precision "

@@ -23,6 +23,7 @@ from asa.ir import codec, units
 from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow, always_alone
+from asa.ir.units import MOST_DEVICES
 from asa.profiler.paths import slug
 from asa.zoo import specs
 
@@ -120,7 +121,6 @@ def _check(args: Arguments, study: Definition) -> None:
         UsageError: no such model or strategy, too many devices, or microbatches that no batch is cut into.
         InvalidInputError, UnavailableError: files of the data are missing, or the package that reads them.
     """
-    from asa.cost.machine.widen import MOST_DEVICES
     from asa.planner.space import baselines
     from asa.strategies import offered
 

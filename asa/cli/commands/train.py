@@ -20,6 +20,7 @@ from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import AsaError, InvalidInputError, NoCheckpointError, PreemptedError, UnavailableError, UsageError
 from asa.executor.training.trackers import NAMES as TRACKERS
 from asa.ir import codec
+from asa.ir.graph import DEPENDS
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
@@ -114,6 +115,9 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         plan = replace(plan, compression=args.compress)
     if args.optimizer is not None and planned_as(args.optimizer) != plan.optimizer:
         console.say(f"asa: trained with {args.optimizer}; memory and updates are predicted for {plan.optimizer}")
+    for note in plan.notes if plan.num_processes * plan.num_microbatches > 1 else ():
+        if note.endswith(DEPENDS):
+            console.say(f"asa: {note}")
     words = planned_here.words(args, path, VERBS[0].options)
     settings = _settings(args, plan, out, pretended=pretended is not None)
     correct = not (pretended or plan.consistency)
@@ -266,10 +270,10 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
         return path, plan, out
-    runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime)
+    runs = places.newest_runs()
     if not args.out and not runs:
         raise NoCheckpointError(f"no run in {places.TRAINING}/ to resume; name one with --out")
-    out = Path(args.out) if args.out else runs[-1].parent
+    out = Path(args.out) if args.out else runs[0]
     if not out.exists():
         raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
     plan_file = out / "plan.json"

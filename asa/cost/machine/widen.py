@@ -7,14 +7,12 @@ from dataclasses import replace
 from asa.cost.traffic.collectives import carried
 from asa.errors import UsageError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention
+from asa.ir.units import MOST_DEVICES
 
 AS = "-as-"
 """Separator in the name of a widened cluster: between the name of the original and the new size."""
 LIMIT = 64
 """The most ranks to which a CPU cluster is widened: in practice no machine runs more processes of one training."""
-
-MOST_DEVICES = 16_384
-"""The most devices to which a cluster of several nodes is widened: no published collective had more."""
 
 
 def possible(cluster: Cluster, ranks: int) -> bool:

@@ -178,13 +178,14 @@ class Links:
         return self._slowdowns[key]
 
     def _interpolate(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float:
-        order = [*range(level, len(self._tables)), *range(level - 1, -1, -1)]
-        for i in order:
+        for i in range(level, len(self._tables)):  # a narrower level has faster links
             seconds = self._at_level(i, op, ranks, size)
             if seconds is not None:
                 return seconds
         raise InvalidInputError(
-            f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks", where="$.levels"
+            f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks; level "
+            f"{self._cluster.levels[level].name!r}, which joins them, needs one",
+            where=f"$.levels[{level}].tables",
         )
 
     def _at_level(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float | None:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from asa.errors import InvalidInputError
 from asa.sharding.layers.dropout import make_reproducible
-from asa.sharding.randomness.generators import drawing, draws_note
+from asa.sharding.randomness.generators import drawing, draws_note, mixing_note
 from asa.sharding.randomness.samples import SampleContext
-from asa.tracing import outcome, trace
+from asa.tracing import trace
 from asa.zoo.inputs import random
 
 _ROUNDING = 1e-9
@@ -29,25 +28,7 @@ def reasons(
     del rank
     batch = random(input_shape, 2, num_classes, torch.Generator().manual_seed(0), torch.float64)
     single = batch.float() if batch.is_floating_point() else batch
-    return (*_mixing(build().double().eval(), batch), *_drawing(build().train(), single))
-
-
-def _mixing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
-    try:
-        with torch.no_grad():
-            together, first, second = (outcome(model, rows)[0] for rows in (batch, batch[:1], batch[1:]))
-    except InvalidInputError:  # it does not run on one sample, or not in float64
-        return ()
-    separate = torch.cat((first, second)) if first.dim() else first
-    if separate.shape != together.shape:
-        return ()
-    error = float((together - separate).abs().max() / separate.abs().max().clamp_min(1e-300))
-    if error <= _ROUNDING:
-        return ()
-    return (
-        f"the model mixes the samples of a batch: in evaluation its output for two samples differs by {error:.1e} from "
-        "that for each alone, so training depends on how a batch is cut",
-    )
+    return (*mixing_note(build().double(), batch, _ROUNDING), *_drawing(build().train(), single))
 
 
 def _drawing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:

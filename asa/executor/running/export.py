@@ -39,11 +39,11 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
         InvalidInputError: it does not fit the model.
         UnavailableError: the file cannot be written.
     """
-    source = _find(run / CHECKPOINTS, step)
+    source, weights = _read(run / CHECKPOINTS, step)
     manifest = source.manifest
     plan = manifest.plan
     model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
-    state = plain_state(model, checkpoint.read(source.path, checkpoint.MODEL))
+    state = plain_state(model, weights)
     metadata = {
         "format": "pt",
         "model": manifest.model_spec,
@@ -68,6 +68,17 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
         bytes=output.stat().st_size,
         notes=source.notes,
     )
+
+
+def _read(folder: Path, step: int | None) -> tuple[CheckedCheckpoint, dict[str, Tensor]]:
+    """The checkpoint and its weights. If a run at work removes it meanwhile, a newer one is taken."""
+    while True:
+        source = _find(folder, step)
+        try:
+            return source, checkpoint.read(source.path, checkpoint.MODEL)
+        except InvalidInputError:
+            if step is not None or source.path.exists():
+                raise
 
 
 def _find(folder: Path, step: int | None) -> CheckedCheckpoint:

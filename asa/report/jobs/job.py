@@ -39,7 +39,7 @@ def per_node(plan: Plan, cluster: Cluster | None, requested: int | None) -> int:
     elif len(cluster.levels) == 1 and _BETWEEN_MACHINES.search(cluster.levels[0].name):
         most = 1
     else:
-        most = cluster.devices_per_host or cluster.levels[0].devices
+        most = cluster.host
     if count <= most:
         return count
     if count % most:

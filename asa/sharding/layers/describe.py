@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from asa.errors import UsageError
 from asa.ir.graph import Component, InnerCollective, LayerGraph, SequenceSplit, TensorSplit
@@ -19,7 +17,7 @@ from asa.sharding.layers.tensor import detached_copy, example_input, plan_split,
 from asa.tracing import TracedModel
 from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
-from asa.tracing.facts import MORE_FLOPS, no_backward
+from asa.tracing.facts import flop_counter, listing_saved
 from asa.tracing.fused import fused_attention
 from asa.tracing.tracer import reason_of
 
@@ -81,20 +79,13 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
     x = x if tokens is None else x[:, :tokens].clone()
     x.requires_grad_(component.input_dtype.is_floating_point)
     own_storages = {t.untyped_storage()._cdata for t in (*component.parameters(), *component.buffers())}
-    saved: dict[int, int] = {}
-    alive = []  # keeps storages alive: the address of a freed one would be used again
-
-    def keep(t: torch.Tensor) -> Any:  # no backward runs here, so the tensor is not needed
-        storage = t.untyped_storage()
-        alive.append(storage)
-        if storage._cdata not in own_storages:
-            saved[storage._cdata] = storage.nbytes()
-
-    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, no_backward)
-    with torch.device("meta"), counter, fused_attention(), hooks:  # tensors that forward creates go there, too
+    saved: list[torch.Tensor] = []
+    # What forward creates goes to meta, too.
+    with torch.device("meta"), flop_counter() as counter, fused_attention(), listing_saved(saved):
         component(x)
-    return float(counter.get_total_flops()), float(sum(saved.values()))
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    saved.clear()
+    return float(counter.get_total_flops()), float(sum(storages[c] for c in storages.keys() - own_storages))
 
 
 def _weigh(component: TracedComponent, tokens: int | None = None) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""Detection of components that still draw from a rank's own generator, so that results depend on the plan."""
+"""Detection of models whose results depend on the plan: components that still draw from a rank's own generator, and
+models that mix the samples of a batch."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asa.errors import InvalidInputError
+from asa.ir.graph import DEPENDS
+from asa.tracing import outcome
 from asa.tracing.component import TracedComponent
-from asa.tracing.preserve import foreign_random, foreign_state
+from asa.tracing.preserve import foreign_random, foreign_state, mode, preserved
 
 _SHOWN = 3
 
@@ -74,7 +78,28 @@ def draws_note(operators_of: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     who = f"{several(list(operators_of))} {'draws' if len(operators_of) == 1 else 'draw'} random numbers of "
     how = ", ".join(dict.fromkeys(name for operators in operators_of.values() for name in operators))
     whose = "its" if len(operators_of) == 1 else "their"
-    return (f"{who}{whose} own ({how}): what training computes depends on the plan",)
+    return (f"{who}{whose} own ({how}): {DEPENDS}",)
+
+
+def mixing_note(model: nn.Module, batch: Tensor, tolerance: float) -> tuple[str, ...]:
+    """A sentence on a model whose output for two samples differs in evaluation from that for each alone, relative to
+    the largest, by more than ``tolerance``; empty for others. ``batch`` has two samples; the model is left unchanged.
+    """
+    try:
+        with preserved(model), mode(model, False), torch.no_grad():
+            together, first, second = (outcome(model, rows.clone())[0] for rows in (batch, batch[:1], batch[1:]))
+    except InvalidInputError:  # it does not run on one sample, or not in this precision
+        return ()
+    separate = torch.cat((first, second)) if first.dim() else first
+    if separate.shape != together.shape:
+        return ()
+    error = float((together - separate).abs().max() / separate.abs().max().clamp_min(1e-300))
+    if not error > tolerance:
+        return ()
+    return (
+        f"the model mixes the samples of a batch (in evaluation its output for two samples differs by {error:.1e} from "
+        f"that for each alone): {DEPENDS}",
+    )
 
 
 def several(names: Sequence[str]) -> str:
