@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import asa
 from planner_tests.programs import Program, State, assert_as_alone, classes, sgd
@@ -100,6 +101,21 @@ class Cut(Gpt):
         return self.head(self.norm(x))
 
 
+class Normed(Gpt):
+    """Two layers whose computed weights have the same direction, and lengths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(2))
+        self.up.parametrizations.weight.original1 = self.down.parametrizations.weight.original1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.down(self.words(tokens))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(self.up(x)))
+
+
 def _loss(net: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten())
 
@@ -165,6 +181,21 @@ def test_a_shared_weight_in_shards_learns_from_all_its_uses(model: Any) -> None:
     program = _program(model, _usual, _adamw if model is Adapted else sgd)
     assert sum(bool(c.ties) for c in program.traced.components) == (3 if model is Thrice else 2)
     assert_as_alone(program, PLANS)
+
+
+def test_a_shared_part_of_computed_weights_is_one_parameter() -> None:
+    assert_as_alone(_program(Normed, _usual), ["ddp", *PLANS])
+
+
+def _other_names_loaded(net: Any, opt: Any, batches: Any) -> State:
+    """The names of one weight have other values, as in the state of a model that does not share it."""
+    state = net.state_dict()
+    net.load_state_dict({name: value * 0.5 if name == "head.weight" else value for name, value in state.items()})
+    return _usual(net, opt, batches)
+
+
+def test_of_the_names_of_a_shared_weight_the_last_is_loaded() -> None:
+    assert_as_alone(_program(Biased, _other_names_loaded), ["ddp", "fsdp"])
 
 
 @pytest.mark.parametrize("loop", [_accumulated, _evaluated, _twice])

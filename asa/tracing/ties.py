@@ -42,7 +42,14 @@ def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
         return False
     users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
     distinct = len({n for n, _ in users}) == len(users)  # no layer is called twice
-    return distinct and all(isinstance(item, (*_LOOSE, nn.Parameter)) for _, item in users)
+    return distinct and all(isinstance(t, nn.Parameter) or _is_plain_layer(t, ties) for _, t in users)
+
+
+def _is_plain_layer(item: nn.Module, ties: frozenset[int]) -> bool:
+    """Whether ``item`` is an embedding or a linear layer that has its shared parameters itself, not in a module inside
+    it (a parametrization), which a copy of the layer would have, too."""
+    own = {id(p) for p in item.parameters(recurse=False)}
+    return isinstance(item, _LOOSE) and all(id(p) in own for p in item.parameters() if id(p) in ties)
 
 
 def assigned(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
