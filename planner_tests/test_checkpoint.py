@@ -53,6 +53,7 @@ def _tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
         "a.strided": torch.randn(6, 4, generator=generator).t(),
         "a.count": torch.tensor(step),
         "a.empty": torch.empty(0, 3),
+        "a.spectrum": torch.randn(3, 2, generator=generator, dtype=torch.complex128),
     }
     weights["a.part"] = weights["a.weight"][:2]  # a buffer may be a view of another
     return {

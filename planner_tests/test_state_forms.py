@@ -31,10 +31,11 @@ class Constants(nn.Module):
         self.register_buffer("tenth", torch.tensor(0.1, dtype=torch.float64))
         self.register_buffer("index", torch.arange(6, dtype=torch.int16))
         self.register_buffer("turn", torch.polar(torch.ones(6), torch.arange(6.0)))
+        self.register_buffer("repeated", torch.ones(1).expand(6))
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.large.sum().to(x.dtype) * 1e-5 * self.tenth.to(x.dtype)
-        x = self.first(x) * scale + self.index - self.mask.clamp(min=-1).sum(0) * self.turn.abs()
+        x = self.first(x) * scale * self.repeated + self.index - self.mask.clamp(min=-1).sum(0) * self.turn.abs()
         return self.second(torch.relu(x)) * self.temperature
 
 
@@ -139,6 +140,7 @@ class Noting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head, self.note = nn.Linear(4, 6), nn.Linear(6, 3), 1.0
+        self.register_buffer("repeated", torch.ones(1).expand(6), persistent=False)
 
     def get_extra_state(self) -> dict[str, float]:
         return {"note": self.note}
@@ -147,7 +149,7 @@ class Noting(nn.Module):
         self.note = state["note"]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.first(x).relu())
+        return self.head(self.first(x).relu() * self.repeated)
 
 
 def _noted(net: Any, opt: torch.optim.Optimizer, batches: Any) -> State:

@@ -51,7 +51,7 @@ def get_attribute(model: DistributedModelBase, name: str) -> Any:
     if inspect.ismethod(value) and value.__self__ is origin:
         return partial(_method, model, name)
     if isinstance(value, nn.Parameter):
-        return dict(model.named_parameters()).get(name, value)
+        return dict(model.named_parameters(remove_duplicate=False)).get(name, value)
     if isinstance(value, Tensor) and value.grad_fn is not None:
         if runs is origin and not isinstance(first, WholeModel):
             raise UsageError(

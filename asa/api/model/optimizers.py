@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from asa.api.messages import say
@@ -132,7 +133,8 @@ class Rebinding:
         self._forms: dict[str, Tensor] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             named.setdefault(id(p), []).append(name)
-            self._forms[name] = torch.empty_like(p.detach(), device="meta")
+            if not is_lazy(p):
+                self._forms[name] = torch.empty_like(p.detach(), device="meta")
         self.optimizer = optimizer
         self._undo: list[Callable[[], None]] = []
         self._names: list[list[tuple[str, ...]]] = []

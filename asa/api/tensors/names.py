@@ -44,11 +44,15 @@ class StateNames:
         self._shapes = {n: t.shape for n, t in self._values.items() if isinstance(t, Tensor) and n not in self.extra}
         self._names = {name: self._alike[id(tensor)] for name, tensor in self._values.items()}
         self.order: dict[str, int] = {}
-        """Place of each parameter and buffer in the model, by name. A shared one has that of its first name."""
-        places: dict[int, int] = {}
+        """Place of the name of each parameter and buffer in the model."""
+        self.alike: dict[str, list[str]] = {}
+        """All names of a parameter or buffer in the order of the model, by each of them."""
+        tensors: dict[int, list[str]] = {}
         for lists in (model.named_parameters, model.named_buffers):
             for name, tensor in lists(remove_duplicate=False):
-                self.order[name] = places.setdefault(id(tensor), len(self.order))
+                self.order[name] = len(self.order)
+                self.alike[name] = tensors.setdefault(id(tensor), [])
+                self.alike[name].append(name)
         self._unused: dict[str, Tensor] | None = None
 
     def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Any]:
@@ -70,6 +74,18 @@ class StateNames:
             else:
                 state[name] = self._unused[name].detach().cpu().clone() if source is None else tensors[source]
         return state
+
+    def tie(self, copied: nn.Module) -> None:
+        """Let the names of a shared tensor stand for one tensor in ``copied``, a copy of the model. Where ranks hold
+        shards, layers that share one have no tensor in common."""
+        tensors = dict(copied.named_parameters(remove_duplicate=False)) | dict(
+            copied.named_buffers(remove_duplicate=False)
+        )
+        for name, (first, *_) in self._names.items():
+            if name != first and first in tensors:
+                path, _, leaf = name.rpartition(".")
+                home = copied.get_submodule(path)
+                (home._parameters if leaf in home._parameters else home._buffers)[leaf] = tensors[first]
 
     def _now(self, name: str, model: ParallelModel) -> nn.Module:
         """The module of an extra state: what runs on this rank, or the original one if none does."""
