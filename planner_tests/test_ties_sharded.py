@@ -247,7 +247,8 @@ def test_loops_of_a_user_around_a_shared_weight(loop: Any) -> None:
 
 def _named(net: Any, opt: Any, batches: Any) -> State:
     """What a loop finds by the names of parameters, in their order."""
-    listed = [",".join(name for name, _ in net.named_parameters(remove_duplicate=once)) for once in (True, False)]
+    found = [net.named_parameters(), net.named_parameters(remove_duplicate=False), net.head.named_parameters()]
+    listed = [",".join(name for name, _ in some) for some in found]
     state = _usual(net, opt, batches)
     norms = [float(p.detach().norm()) for p in (net.alias, *dict(net.named_parameters()).values())]
     checksums = [float(zlib.crc32(names.encode())) for names in listed]

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 _LOOSE = (nn.Linear, nn.Embedding)
+_REFERRED = "asa_referred"
+"""Attribute of a module for the names of the parameters to which it only refers."""
 _MOST = 4
 """Largest number of parameters tied across components. A model that shares more of them shares whole layers."""
 
@@ -76,5 +78,16 @@ def _referring(module: nn.Module, others: frozenset[int]) -> nn.Module:
     copied = copy.copy(module)
     held = {n: p for n, p in module._parameters.items() if p is None or id(p) not in others}
     copied.__dict__["_parameters"] = held
-    copied.__dict__.update({n: p for n, p in module._parameters.items() if n not in held})
+    refer(copied, {n: p for n, p in module._parameters.items() if n not in held})
     return copied
+
+
+def refer(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+    """Let ``module`` refer to ``parameters`` that another component holds, as attributes."""
+    module.__dict__.update(parameters)
+    module.__dict__[_REFERRED] = (*module.__dict__.get(_REFERRED, ()), *parameters)
+
+
+def referred(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to which ``module`` only refers, by their names in it."""
+    return {name: vars(module)[name] for name in vars(module).get(_REFERRED, ())}

@@ -136,7 +136,7 @@ class ModelInterface(LearningModel):
         except RuntimeError as error:
             raise UsageError(" ".join(str(error).split())) from None
         parallel.reduction.release()  # what a forward has gathered would be forgotten
-        load_full_state(parallel, found.state, partly=not strict)
+        load_full_state(parallel, found.state, partly=True)  # buffers that are not saved are in no state
         return found.differing
 
     def _load_from_state_dict(

@@ -16,7 +16,7 @@ def mean(own: Tensor, *, group: dist.ProcessGroup, ranks: int, weight: float = 1
     number, of which a sum overflows, are among buffers, too.
     """
     ends = torch.cat((own, -own))
-    ends[ends.isnan()] = torch.inf  # so that they count as unequal
+    ends.masked_fill_(ends.isnan(), torch.inf)  # so that they count as unequal
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     greatest, least = ends[: len(own)], -ends[len(own) :]
     total = own * weight if weight else torch.zeros_like(own)  # zero also of what is not finite
