@@ -112,8 +112,9 @@ def plain_states(
         for key, value in full_optimizer_state(model, view).items():
             name, _, what = key.rpartition("/")
             plain, entry = restored(what, value)
-            fits = isinstance(entry, Tensor) and name in forms
-            full.setdefault(name, {})[plain] = _strided(entry, forms[name]) if fits else entry
+            if isinstance(entry, Tensor) and name in forms:
+                entry = _strided(entry, forms[name])
+            full.setdefault(name, {})[plain] = entry
         for item in local_tensors(model) if others else ():
             if id(item.tensor) in others:
                 full.setdefault(item.name, {}).update(others[id(item.tensor)])

@@ -85,7 +85,8 @@ class StateNames:
             if name != first and first in tensors:
                 path, _, leaf = name.rpartition(".")
                 home = copied.get_submodule(path)
-                (home._parameters if leaf in home._parameters else home._buffers)[leaf] = tensors[first]
+                registry: dict[str, Any] = home._parameters if leaf in home._parameters else home._buffers
+                registry[leaf] = tensors[first]
 
     def _now(self, name: str, model: ParallelModel) -> nn.Module:
         """The module of an extra state: what runs on this rank, or the original one if none does."""
