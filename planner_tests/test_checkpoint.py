@@ -85,6 +85,15 @@ def test_what_is_written_is_read_back_bit_for_bit_and_two_are_kept(tmp_path: Pat
             assert torch.equal(loaded[key], value)
 
 
+def test_complex_numbers_of_two_float64_are_read_back(tmp_path: Path) -> None:
+    """The files have no such type."""
+    named = {"a": torch.randn(3, 2, dtype=torch.complex128), "b": torch.tensor(1j, dtype=torch.complex128)}
+    tensors = {checkpoint.MODEL: named | {"c": torch.ones(2)}, checkpoint.OPTIMIZER: {}}
+    path = checkpoint.write(tmp_path, _manifest(5), tensors, commit=lambda: None)
+    loaded = checkpoint.read(path, checkpoint.MODEL)
+    assert all(loaded[n].dtype == t.dtype and torch.equal(loaded[n], t) for n, t in tensors[checkpoint.MODEL].items())
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

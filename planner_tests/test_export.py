@@ -18,6 +18,7 @@ from typing import Any
 
 import nouns
 import pytest
+import test_checkpoint
 import torch
 import torch.distributed as dist
 import training
@@ -72,6 +73,40 @@ def test_exported_weights_are_those_of_the_checkpoint_and_load_strictly(
     finds = iter((replace(found, path=run / "removed"), found))  # a run at work removes old checkpoints
     monkeypatch.setattr("asa.executor.running.export._find", lambda *_: next(finds))
     assert export_weights(run, tmp_path / "again.safetensors").step == 6
+
+
+IDLE = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.idle = nn.Parameter(torch.randn(3))
+        self.alike = self.idle
+
+def make():
+    return Net()
+"""
+
+
+def test_weights_that_no_forward_reads_are_exported_as_they_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.chdir(tmp_path)
+    Path("idle_weights.py").write_text(IDLE)
+    plan = replace(training.plan("logistic"), model_spec="idle_weights:make")
+    model = build(plan.model_spec, num_classes=10, input_shape=(1, 8, 8), seed=3)
+    stored = {n: t + 1 for n, t in model.state_dict().items() if n.startswith("1.")}
+    manifest = replace(test_checkpoint._manifest(5), plan=plan, model_spec=plan.model_spec, seed=3)
+    tensors = {checkpoint.MODEL: stored, checkpoint.OPTIMIZER: {}}
+    checkpoint.write(tmp_path / outdir.CHECKPOINTS, manifest, tensors, commit=lambda: None)
+    export_weights(tmp_path, Path("weights.safetensors"))
+    exported = load_file("weights.safetensors")
+    assert exported.keys() == model.state_dict().keys()
+    assert all(torch.equal(exported[n], stored.get(n, t)) for n, t in model.state_dict().items())
 
 
 def test_a_torchvision_model_takes_every_name(tmp_path: Path) -> None:

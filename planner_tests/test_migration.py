@@ -250,35 +250,45 @@ def test_moving_to_and_fro_leaves_nothing_behind(tmp_path: Path) -> None:
         assert found[2:] == [found[2]] * 2
 
 
-def _broken(rank: int, out: Path) -> tuple[str, bool, str, str]:
-    plans = _plans("blocks", 2)
-    run = _Run("blocks", plans[5], out)
+def _broken(
+    rank: int, processes: int, stops: tuple[int, int], liar: int, misled: int, out: Path
+) -> tuple[str, bool, str, str]:  # fmt: skip
+    plans = _plans("blocks", processes)
+    run = _Run("blocks", plans[stops[0]], out)
     run.train()
     before, old = run.state(), run.worker
     usual = run.votes.started
 
     def flipped(out: tuple[Tensor, int] | None, into: Any) -> Any:
-        if out is not None:
+        if out is not None and out[1] == misled:
             out = out[0].clone(), out[1]
             out[0][3] ^= 1
         return usual(out, into)
 
-    if rank == 1:
+    if rank == liar:
         run.votes.started = flipped  # type: ignore[method-assign]
     with pytest.raises(WorkersFailedError) as caught:
-        run.go(plans[1])
+        run.go(plans[stops[1]])
     run.votes.started = usual  # type: ignore[method-assign]
     same = run.worker is old and run.state() == before
     run.train()
     weights = run.state()[0]
-    run.go(plans[1])
+    run.go(plans[stops[1]])
     return str(caught.value), same, weights, run.state()[0]
 
 
-def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
-    _plans("blocks", 2)
-    one, two = run_ranks(2, _broken, tmp_path, threads=1, timeout_s=120)
-    assert one == two
+@pytest.mark.parametrize(
+    ("processes", "stops", "liar", "misled"),
+    [(2, (5, 1), 1, 0), (3, (11, 7), 1, 2), (4, (17, 13), 2, 0), (4, (0, 13), 3, 1)],
+    ids=["halves", "thirds", "quarters", "one sends all"],
+)  # fmt: skip
+def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(
+    processes: int, stops: tuple[int, int], liar: int, misled: int, tmp_path: Path
+) -> None:
+    """Also if one rank alone was misled, by one of several that sent it something."""
+    _plans("blocks", processes)
+    one, *others = run_ranks(processes, _broken, processes, stops, liar, misled, tmp_path, threads=1, timeout_s=120)
+    assert others == [one] * (processes - 1)
     assert one[0] == "weights were corrupted on their way to the new plan; the old plan stays"
     assert one[1]
     assert one[2] == one[3]

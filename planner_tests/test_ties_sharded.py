@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import zlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import asa
+from asa.api.tensors.retired import retire_in_job
+from asa.errors import UsageError
 from planner_tests.programs import Program, State, assert_as_alone, classes, sgd
 
 WORDS = 13
@@ -100,6 +105,36 @@ class Cut(Gpt):
         return self.head(self.norm(x))
 
 
+class Swapped(Gpt):
+    """The head, which forward reads last, comes first in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedded, self.alias = self.words, self.head.weight
+        del self.words
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedded(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+class Normed(Gpt):
+    """Two layers whose computed weights have the same direction, and lengths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(2))
+        self.up.parametrizations.weight.original1 = self.down.parametrizations.weight.original1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.down(self.words(tokens))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(self.up(x)))
+
+
 def _loss(net: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten())
 
@@ -151,6 +186,29 @@ def _twice(net: Any, opt: Any, batches: Any) -> State:
     return dict(net.state_dict())
 
 
+def _averaged(net: Any, opt: Any, batches: Any) -> State:
+    average = torch.optim.swa_utils.AveragedModel(net)
+    for tokens, labels in batches:
+        opt.zero_grad()
+        _loss(net, tokens, labels).backward()
+        opt.step()
+        average.update_parameters(net)
+    return dict(average.module.state_dict())
+
+
+def _copied(net: Any, opt: Any, batches: Any) -> State:
+    """A copy that learns on its own."""
+    for tokens, labels in batches:
+        opt.zero_grad()
+        _loss(net, tokens, labels).backward()
+        opt.step()
+    copied = copy.deepcopy(net)
+    tokens, labels = classes(24, WORDS, 3).view(4, 6), classes(24, WORDS, 4).view(4, 6)
+    _loss(copied, tokens, labels).backward()
+    sgd(copied).step()
+    return dict(copied.state_dict())
+
+
 def _program(model: Any, loop: Any, optimizer: Any = sgd) -> Program:
     x, y = classes(24 * 5, WORDS).view(24, 5), classes(24 * 5, WORDS, 2).view(24, 5)
     return Program(model=model, x=x, y=y, loop=loop, optimizer=optimizer)
@@ -167,9 +225,38 @@ def test_a_shared_weight_in_shards_learns_from_all_its_uses(model: Any) -> None:
     assert_as_alone(program, PLANS)
 
 
-@pytest.mark.parametrize("loop", [_accumulated, _evaluated, _twice])
+def test_a_shared_part_of_computed_weights_is_one_parameter() -> None:
+    assert_as_alone(_program(Normed, _usual), ["ddp", *PLANS])
+
+
+def _other_names_loaded(net: Any, opt: Any, batches: Any) -> State:
+    """The names of one weight have other values, as in the state of a model that does not share it."""
+    state = net.state_dict()
+    net.load_state_dict({name: value * 0.5 if name == "head.weight" else value for name, value in state.items()})
+    return _usual(net, opt, batches)
+
+
+def test_of_the_names_of_a_shared_weight_the_last_is_loaded() -> None:
+    assert_as_alone(_program(Biased, _other_names_loaded), ["ddp", "fsdp"])
+
+
+@pytest.mark.parametrize("loop", [_accumulated, _evaluated, _twice, _averaged, _copied])
 def test_loops_of_a_user_around_a_shared_weight(loop: Any) -> None:
     assert_as_alone(_program(Gpt, loop, _adamw), PLANS)
+
+
+def _named(net: Any, opt: Any, batches: Any) -> State:
+    """What a loop finds by the names of parameters, in their order."""
+    found = [net.named_parameters(), net.named_parameters(remove_duplicate=False), net.head.named_parameters()]
+    listed = [",".join(name for name, _ in some) for some in found]
+    state = _usual(net, opt, batches)
+    norms = [float(p.detach().norm()) for p in (net.alias, *dict(net.named_parameters()).values())]
+    checksums = [float(zlib.crc32(names.encode())) for names in listed]
+    return {**state, "seen": torch.tensor([*norms, *checksums], dtype=torch.float64)}
+
+
+def test_a_shared_weight_has_the_names_and_the_place_that_it_has_in_the_model() -> None:
+    assert_as_alone(_program(Swapped, _named), ["ddp", *PLANS])
 
 
 def test_every_name_of_a_shared_weight_is_in_the_state() -> None:
@@ -177,3 +264,11 @@ def test_every_name_of_a_shared_weight_is_in_the_state() -> None:
     for state in (s for of_ranks in states.values() for s in of_ranks):
         assert not isinstance(state, str)
         assert torch.equal(state["words.weight"], state["head.weight"])
+
+
+def test_a_shared_weight_that_a_rank_trains_under_its_second_name_is_refused_under_its_first() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(2, 3), "words": nn.Embedding(3, 2)})
+    model["head"].weight = model["words"].weight
+    retire_in_job(model, [nn.ModuleDict({"words": nn.Embedding(3, 2)})])
+    with pytest.raises(UsageError, match="train others in its place"), torch.no_grad():
+        model["head"].weight.zero_()

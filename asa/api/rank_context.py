@@ -17,6 +17,7 @@ from torch import nn
 from asa.errors import UnavailableError, UsageError
 from asa.executor.model.votes import Votes
 from asa.launch import Latecomer, join, latecomer, launched
+from asa.tracing.preserve import own_memory
 
 _FIRST_S = 60.0
 """Time limit in seconds for the first meeting of all ranks; later ones have the user's limit."""
@@ -138,6 +139,7 @@ def join_ranks(device: str, timeout_s: float) -> RankContext:
 def same_weights(context: RankContext, model: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to every rank (collective)."""
     if context.ranks > 1:
+        own_memory(model)
         for tensor in (*model.parameters(), *model.buffers()):
             copy = tensor.detach().cpu().contiguous()
             context.votes.broadcast(copy)

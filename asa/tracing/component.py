@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from asa.tracing.again import copy_recomputed
+from asa.tracing.ties import refer
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -134,7 +135,7 @@ class TracedComponent(nn.Module):
         if getattr(home, leaf, None) is value:
             return
         if borrowed:
-            home.__dict__[leaf] = value
+            refer(home, {leaf: value})
         elif isinstance(value, nn.Parameter):
             home.register_parameter(leaf, value)
         elif isinstance(value, Tensor):

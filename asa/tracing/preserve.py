@@ -127,6 +127,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         InvalidInputError: the model contains TorchScript or sparse tensors.
     """
     check_kinds(model)
+    own_memory(model)
     around = Surroundings(model.modules())
     state = [(module, attributes(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
@@ -144,6 +145,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
             for p, memory, value in parameters:
                 p.data = memory.copy_(value)
+
+
+def own_memory(model: nn.Module) -> None:
+    """Give each element of ``model``'s buffers memory of its own. Buffers that ``expand`` made repeat some, and torch
+    copies nothing into them."""
+    for b in model.buffers():
+        if any(size > 1 and not stride for size, stride in zip(b.shape, b.stride(), strict=True)):
+            b.data = b.detach().clone(memory_format=torch.contiguous_format)
 
 
 _WRITTEN = "_written_by_forward"

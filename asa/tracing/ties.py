@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 _LOOSE = (nn.Linear, nn.Embedding)
+_REFERRED = "asa_referred"
+"""Attribute of a module for the names of the parameters to which it only refers."""
 _MOST = 4
 """Largest number of parameters tied across components. A model that shares more of them shares whole layers."""
 
@@ -42,7 +44,14 @@ def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
         return False
     users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
     distinct = len({n for n, _ in users}) == len(users)  # no layer is called twice
-    return distinct and all(isinstance(item, (*_LOOSE, nn.Parameter)) for _, item in users)
+    return distinct and all(isinstance(t, nn.Parameter) or _is_plain_layer(t, ties) for _, t in users)
+
+
+def _is_plain_layer(item: nn.Module, ties: frozenset[int]) -> bool:
+    """Whether ``item`` is an embedding or a linear layer that has its shared parameters itself, not in a module inside
+    it (a parametrization), which a copy of the layer would have, too."""
+    own = {id(p) for p in item.parameters(recurse=False)}
+    return isinstance(item, _LOOSE) and all(id(p) in own for p in item.parameters() if id(p) in ties)
 
 
 def assigned(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
@@ -69,5 +78,16 @@ def _referring(module: nn.Module, others: frozenset[int]) -> nn.Module:
     copied = copy.copy(module)
     held = {n: p for n, p in module._parameters.items() if p is None or id(p) not in others}
     copied.__dict__["_parameters"] = held
-    copied.__dict__.update({n: p for n, p in module._parameters.items() if n not in held})
+    refer(copied, {n: p for n, p in module._parameters.items() if n not in held})
     return copied
+
+
+def refer(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+    """Let ``module`` refer to ``parameters`` that another component holds, as attributes."""
+    module.__dict__.update(parameters)
+    module.__dict__[_REFERRED] = (*module.__dict__.get(_REFERRED, ()), *parameters)
+
+
+def referred(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to which ``module`` only refers, by their names in it."""
+    return {name: vars(module)[name] for name in vars(module).get(_REFERRED, ())}

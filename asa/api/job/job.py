@@ -235,6 +235,12 @@ class Job:
                 f"{least} of a batch of {options.global_batch}: use larger batches, or a plan with fewer ranks"
             )
         self._names = StateNames(model)
+        if out is not None and self._names.extra and context.rank == 0:
+            warnings.warn(
+                f"checkpoints do not keep {next(iter(self._names.extra))} (get_extra_state), so a job that resumes has "
+                "that of the model that is handed in: save it yourself, or make it a buffer",
+                stacklevel=2,
+            )
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
             if context.rank == 0 and context.ranks > 1:

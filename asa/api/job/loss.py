@@ -203,8 +203,7 @@ class JobLoss:
                     tensor = torch.empty(shape, dtype=getattr(torch, kind))
                     if rank == votes.rank:
                         tensor.copy_(leaves[i][k])
-                    wire = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-                    votes.broadcast(wire, source=rank)
+                    votes.broadcast(tensor, source=rank)
                     row.append(tensor)
                 parts.append(row)
         first = next((r for r, s in enumerate(votes.gather([float(bool(local))])) if s[0]), None)

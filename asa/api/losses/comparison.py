@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -399,7 +398,6 @@ def gathered(votes: Votes, part: Tensor) -> list[Tensor]:
     tensors = []
     for rank, shape in enumerate(shapes):
         tensor = part.contiguous().clone() if rank == votes.rank else torch.empty(shape, dtype=part.dtype)
-        wire = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-        dist.broadcast(wire, rank, group=votes.group)
+        votes.broadcast(tensor, source=rank)
         tensors.append(tensor)
     return tensors

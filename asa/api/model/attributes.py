@@ -21,6 +21,7 @@ from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
 from asa.tracing.reads import numbers_read
+from asa.tracing.ties import referred
 from asa.tracing.whole import WholeModel, tensors_of
 
 _NUMBERS = int | float | complex | str | None
@@ -51,7 +52,7 @@ def get_attribute(model: DistributedModelBase, name: str) -> Any:
     if inspect.ismethod(value) and value.__self__ is origin:
         return partial(_method, model, name)
     if isinstance(value, nn.Parameter):
-        return dict(model.named_parameters()).get(name, value)
+        return dict(model.named_parameters(remove_duplicate=False)).get(name, value)
     if isinstance(value, Tensor) and value.grad_fn is not None:
         if runs is origin and not isinstance(first, WholeModel):
             raise UsageError(
@@ -122,6 +123,12 @@ def _joined(parts: list[nn.Module], own: Any) -> nn.Module | None:
     return joined
 
 
+def _parameters_and_lent(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parameters of a layer, also those that belong to another component, which shares them with it."""
+    yield from referred(module).items()
+    yield from module._parameters.items()
+
+
 def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
     """``layers``, which are those of a slice ``like``, as a container."""
     return nn.Sequential(*layers) if isinstance(like, nn.Sequential) else nn.ModuleList(layers)
@@ -185,6 +192,9 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
                     yielded.add(id(value))
                     yield f"{below}.{name}" if below else name, view_of_whole(value)
 
+    def named_parameters(view: Any, *args: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        return named(view, _parameters_and_lent, *args, **options)
+
     def named_modules(
         _: Any, _memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:  # fmt: skip
@@ -219,6 +229,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
         "__getattr__": attribute, "__setattr__": assign, "__delattr__": delete, "_named_members": named,
+        "named_parameters": named_parameters,
         "__deepcopy__": lambda _, _memo: plain(),
         "__reduce_ex__": lambda _, _protocol: (_itself, (plain(),)),
         "state_dict": state, "load_state_dict": load,

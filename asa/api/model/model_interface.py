@@ -76,19 +76,17 @@ class ModelInterface(LearningModel):
         return self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
-        yielded: set[int] = set()
+        found: dict[str, Any] = {}
+        alike = {} if self.names is None else self.names.alike
         for i, part in enumerate(self.parts):
             for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
-                if remove_duplicate and id(tensor) in yielded:
-                    continue
-                yielded.add(id(tensor))
-                views = self.views
-                found.append((name, tensor if views is None else views.of(tensor, views.splits[i].get(name))))
-        if self.names is not None:  # components hold them in the order in which forward uses them
-            order = self.names.order
-            found.sort(key=lambda item: order.get(item[0], len(order)))
-        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in found)
+                names = alike.get(name, [name])  # a component may hold a shared one under another than its first name
+                view = tensor if self.views is None else self.views.of(tensor, self.views.splits[i].get(name))
+                for each in names[:1] if remove_duplicate else names:
+                    found.setdefault(each, view)
+        order = {} if self.names is None else self.names.order  # components hold them in the order of forward
+        named = sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
+        yield from ((f"{prefix}.{name}" if prefix else name, tensor) for name, tensor in named)
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the model's own names, on the CPU, for loading into the plain model. Collective if the
@@ -138,7 +136,7 @@ class ModelInterface(LearningModel):
         except RuntimeError as error:
             raise UsageError(" ".join(str(error).split())) from None
         parallel.reduction.release()  # what a forward has gathered would be forgotten
-        load_full_state(parallel, found.state, partly=not strict)
+        load_full_state(parallel, found.state, partly=True)  # buffers that are not saved are in no state
         return found.differing
 
     def _load_from_state_dict(
@@ -208,6 +206,8 @@ class ModelInterface(LearningModel):
             self.origin, [self.origin], lambda p: torch.empty(p.shape, dtype=p.dtype, device=device)
         )
         put_back(whole)
+        assert self.names is not None
+        self.names.tie(whole)
         whole.load_state_dict(state)
         learns = {n: p.requires_grad for n, p in self.named_parameters(remove_duplicate=False)}
         for name, p in whole.named_parameters(remove_duplicate=False):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -87,9 +88,20 @@ def _whole(model: ParallelModel) -> bool:
     return not model.owner and not any(map(replaced, model.plan.components)) and len(model.plan.stages) == 1
 
 
-def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Callable[[], None]:
-    """Let ``state_dict`` and ``load_state_dict`` of ``optimizer`` use the plain model's state. From then on they are
-    collective if the plan shards or splits anything. Returns a function that undoes this."""
+def _strided(value: Tensor, form: Tensor) -> Tensor:
+    """``value`` with the strides of ``form``, if it has that shape."""
+    if value.shape != form.shape or value.stride() == form.stride():
+        return value
+    return torch.empty_like(form, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def plain_states(
+    optimizer: Optimizer, model: ParallelModel, names: Names, forms: Mapping[str, Tensor]
+) -> Callable[[], None]:
+    """Let ``state_dict`` and ``load_state_dict`` of ``optimizer`` use the plain model's state. It has the shapes and
+    strides of ``forms``, the plain model's parameters without values, by name: fused kernels match state and parameter
+    by their positions in memory. From then on they are collective if the plan shards or splits anything. Returns a
+    function that undoes this."""
 
     def saved(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if model.state_axis is not None or any(map(replaced, model.plan.components)):
@@ -100,6 +112,8 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
         for key, value in full_optimizer_state(model, view).items():
             name, _, what = key.rpartition("/")
             plain, entry = restored(what, value)
+            if isinstance(entry, Tensor) and name in forms:
+                entry = _strided(entry, forms[name])
             full.setdefault(name, {})[plain] = entry
         for item in local_tensors(model) if others else ():
             if id(item.tensor) in others:

@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from asa.api.messages import say
@@ -128,8 +130,11 @@ class Rebinding:
         """Record the optimizer's parameters by name. ``elementwise``: it is known to update element by element."""
         self.elementwise = elementwise
         named: dict[int, list[str]] = {}
+        self._forms: dict[str, Tensor] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             named.setdefault(id(p), []).append(name)
+            if not is_lazy(p):
+                self._forms[name] = torch.empty_like(p.detach(), device="meta")
         self.optimizer = optimizer
         self._undo: list[Callable[[], None]] = []
         self._names: list[list[tuple[str, ...]]] = []
@@ -199,7 +204,7 @@ class Rebinding:
             state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in names}
             load_states(model, optimizer, state)
             self._state = {}  # later moves take the state from the optimizer
-        self._undo.append(plain_states(optimizer, model, self._names))
+        self._undo.append(plain_states(optimizer, model, self._names, self._forms))
         if model.owner:
             self._undo.append(_share_updates(optimizer, model))
         if elsewhere or any(isinstance(p, DTensor | TensorPart) for group in parameters_of_groups for _, p in group):

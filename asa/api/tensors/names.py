@@ -3,12 +3,13 @@ weights are in no component."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from asa.executor.model.exchange import broadcast_tensors
 from asa.executor.model.parallel import ParallelModel
@@ -29,36 +30,73 @@ class StateNames:
 
     def __init__(self, model: nn.Module) -> None:
         self._alike: dict[int, list[str]] = {}
-        self._values: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self._values: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+        self.extra = {
+            f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".removeprefix("."): module
+            for path, module in model.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        """Modules with state of their own making beside tensors, by its name."""
         self.marks = {n: dict(vars(t)) for n, t in self._values.items() if isinstance(t, nn.Parameter)}
         """Attributes that a program set on parameters, by name."""
         for name, tensor in self._values.items():
             self._alike.setdefault(id(tensor), []).append(name)
-        self._shapes = {name: tensor.shape for name, tensor in self._values.items() if isinstance(tensor, Tensor)}
+        self._shapes = {n: t.shape for n, t in self._values.items() if isinstance(t, Tensor) and n not in self.extra}
         self._names = {name: self._alike[id(tensor)] for name, tensor in self._values.items()}
         self.order: dict[str, int] = {}
-        """Place of each parameter and buffer in the model, by name. A shared one has that of its first name."""
-        places: dict[int, int] = {}
+        """Place of the name of each parameter and buffer in the model."""
+        self.alike: dict[str, list[str]] = {}
+        """All names of a parameter or buffer in the order of the model, by each of them."""
+        tensors: dict[int, list[str]] = {}
         for lists in (model.named_parameters, model.named_buffers):
             for name, tensor in lists(remove_duplicate=False):
-                self.order[name] = places.setdefault(id(tensor), len(self.order))
+                self.order[name] = len(self.order)
+                self.alike[name] = tensors.setdefault(id(tensor), [])
+                self.alike[name].append(name)
         self._unused: dict[str, Tensor] | None = None
 
-    def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Tensor]:
+    def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Any]:
         """All tensors in full, on the CPU of every rank (collective). ``votes``: of all processes of the run, if some
         of them run no rank of the plan."""
         tensors = full_state(model)
         if votes is not None and len(model.processes) < votes.num_ranks:
             tensors = broadcast_tensors(tensors, votes, model.processes[0])
         if self._unused is None:  # tensors that no forward reads are still in the original model
-            idle = (n for n, names in self._names.items() if not any(a in tensors for a in names))
-            self._unused = {n: self._values[n] for n in idle}
+            self._unused = {
+                n: self._values[n] for n, names in self._names.items() if not any(a in tensors for a in names)
+            }
             self._values = {}
-        state = {}
+        state: dict[str, Any] = {}
         for name, names in self._names.items():
             source = next((a for a in names if a in tensors), None)
-            state[name] = self._unused[name].detach().cpu().clone() if source is None else tensors[source]
+            if name in self.extra:
+                state[name] = self._now(name, model).get_extra_state()
+            else:
+                state[name] = self._unused[name].detach().cpu().clone() if source is None else tensors[source]
         return state
+
+    def tie(self, copied: nn.Module) -> None:
+        """Let the names of a shared tensor stand for one tensor in ``copied``, a copy of the model. Where ranks hold
+        shards, layers that share one have no tensor in common."""
+        tensors = dict(copied.named_parameters(remove_duplicate=False)) | dict(
+            copied.named_buffers(remove_duplicate=False)
+        )
+        for name, (first, *_) in self._names.items():
+            if name != first and first in tensors:
+                path, _, leaf = name.rpartition(".")
+                home = copied.get_submodule(path)
+                registry: dict[str, Any] = home._parameters if leaf in home._parameters else home._buffers
+                registry[leaf] = tensors[first]
+
+    def _now(self, name: str, model: ParallelModel) -> nn.Module:
+        """The module of an extra state: what runs on this rank, or the original one if none does."""
+        original = self.extra[name]
+        for component in model.components:
+            with contextlib.suppress(AttributeError):
+                module = component.get_submodule(name.rpartition(".")[0])
+                if type(module) is type(original):
+                    return module
+        return original
 
     def compared(self, model: ParallelModel, state: Mapping[str, Any], *, strict: bool) -> Compared:
         """``state`` as the model would load it.
@@ -75,11 +113,11 @@ class StateNames:
             if name in state and state[name].shape != shape:
                 raise RuntimeError(f"{name} has the shape {list(shape)}, and in the state {list(state[name].shape)}")
         local = {item.name for item in local_tensors(model)}
-        found = {}
-        for name, value in state.items():
-            for alike in self._names.get(name, ()):
-                if alike in local and (alike == name or alike not in state):
-                    found[alike] = value
-            if name in (self._unused or {}):
-                self._unused[name].data.copy_(value)  # type: ignore[index]
+        found: dict[str, Tensor] = {}
+        for name in (n for n in self._names if n in state):  # of several names of one tensor, the model's last counts
+            found |= dict.fromkeys(local.intersection(self._names[name]), state[name])
+            if name in self.extra:
+                self._now(name, model).set_extra_state(state[name])
+            elif name in (self._unused or {}):
+                self._unused[name].data.copy_(state[name])  # type: ignore[index]
         return Compared(found, _IncompatibleKeys(missing, unexpected))

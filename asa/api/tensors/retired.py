@@ -82,9 +82,12 @@ def retire_in_job(model: nn.Module, components: Iterable[nn.Module]) -> None:
     rank trains."""
     here = {name: p for component in components for name, p in component.named_parameters(remove_duplicate=False)}
     live = set(map(id, here.values()))
+    gone: dict[nn.Parameter, bool] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) not in live and type(p) is nn.Parameter:
-            p.__class__ = ReplacedParameter if name in here else ParameterElsewhere
+            gone[p] = gone.get(p, False) or name in here  # a shared one is here under one of its names
+    for p, is_replaced in gone.items():
+        p.__class__ = ReplacedParameter if is_replaced else ParameterElsewhere
 
 
 def retire(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ from asa.executor.model.state import full_gradients
 from asa.executor.model.step import Step, microbatch_rows, played
 from asa.ir.consistency import Discipline
 from asa.sharding.collectives.axis import Axis
+from asa.sharding.collectives.means import mean
 from asa.sharding.split.local_parts import local
 from asa.zoo.data import ImageSet
 
@@ -190,25 +192,38 @@ class Conduct(ABC):
         self.model.average_buffers()
         if self.model.grouped is not None:
             floats = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
-            average(floats, self.axis)
+            average_statistics(floats, self.axis)
 
 
 @torch.no_grad()
 def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
     """Replace ``tensors`` by their mean over ``axis`` (collective). ``weight`` is the weight of this rank; the weights
     of all ranks sum to the number of ranks."""
+
+    def averaged(flat: Tensor) -> Tensor:
+        flat = flat.mul_(weight) if weight else flat.zero_()
+        dist.all_reduce(flat, group=axis.group)
+        return flat.div_(axis.size)
+
+    _replace_flat(tensors, axis, averaged)
+
+
+@torch.no_grad()
+def average_statistics(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
+    """:func:`average` of buffers, of which what is equal on all ranks does not change (collective)."""
+    group = axis.group
+    if group is not None:
+        _replace_flat(tensors, axis, lambda flat: mean(flat, group=group, ranks=axis.size, weight=weight))
+
+
+def _replace_flat(tensors: list[Tensor], axis: Axis, averaged: Callable[[Tensor], Tensor]) -> None:
+    """Replace ``tensors`` by what ``averaged`` makes of all those of one type in one vector."""
     if axis.group is None or not tensors:
         return
     tensors = [local(t.detach()) for t in tensors]
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         same_dtype = [t for t in tensors if t.dtype == dtype]
-        flat = torch.cat([t.reshape(-1) for t in same_dtype])
-        if weight == 0:  # also of what is not finite, such as a mask of -inf
-            flat.zero_()
-        elif weight != 1:
-            flat *= weight
-        dist.all_reduce(flat, group=axis.group)
-        flat /= axis.size
+        flat = averaged(torch.cat([t.reshape(-1) for t in same_dtype]))
         for tensor, part in zip(same_dtype, flat.split([t.numel() for t in same_dtype]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asa.errors import UsageError
-from asa.executor.consistency.conduct import average
+from asa.executor.consistency.conduct import average_statistics
 from asa.executor.consistency.diloco import OuterSteps
 from asa.executor.consistency.local_sgd import LocalSteps
 from asa.executor.model.step import microbatch_rows
@@ -104,7 +104,7 @@ class FederatedAverage(OuterSteps):
             dist.all_reduce(total, group=self.axis.group)
         self._weight = counts * self.axis.size / float(total)
         buffers = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
-        average(buffers, self.axis, self._weight)
+        average_statistics(buffers, self.axis, self._weight)
         super()._average_fragment(fragment)
         self._round_samples, self._round = 0, self._round + 1
         self._draw_clients()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asa.errors import WorkersFailedError
-from asa.executor.model.votes import Votes
+from asa.executor.model.votes import Votes, as_bytes
 from asa.sharding.collectives.axis import Axis
 
 
@@ -37,7 +37,7 @@ def united(local: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
         for name, dtype, shape in json.loads(header.numpy().tobytes()):
             is_source = index == axis.index
             tensor = local[name].contiguous() if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.broadcast(tensor, group_src=index, group=axis.group)
+            dist.broadcast(as_bytes(tensor), group_src=index, group=axis.group)
             if not _equal(tensors.setdefault(name, tensor), tensor):
                 different.append(name)
     if different:

@@ -24,6 +24,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.sharding.collectives.axis import SOLO, Axis
 from asa.sharding.collectives.boundary import Crossing
+from asa.sharding.collectives.means import mean
 from asa.sharding.collectives.transfer import Link
 from asa.sharding.gradients.neighbours import Neighbours, acquaint
 from asa.sharding.gradients.updates import shared_update
@@ -428,6 +429,7 @@ class ParallelModel:
 
     def average_buffers(self) -> None:
         """Average running statistics over each data group, weighted by the ranks' shares of the samples (collective).
+        What is equal on all ranks does not change.
 
         A buffer whose shape has changed, such as a state with one row for each sample, stays this rank's own.
         """
@@ -442,11 +444,8 @@ class ParallelModel:
             floats = [b for b, same in zip(floats, same_shape.tolist(), strict=True) if same]
             if not floats:
                 continue
-            flat = torch.cat([b.reshape(-1) for b in floats])
-            if layout.weights:
-                flat *= layout.share(layout.data_index(self.position.place)) * axis.size
-            dist.all_reduce(flat, group=axis.group)
-            flat /= axis.size
+            share = layout.share(layout.data_index(self.position.place)) * axis.size if layout.weights else 1.0
+            flat = mean(torch.cat([b.reshape(-1) for b in floats]), group=axis.group, ranks=axis.size, weight=share)
             for buffer, part in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 

@@ -5,7 +5,7 @@ All tensors have the names of the plain model as keys, so any plan can read what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +187,13 @@ def counted_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for parameters in groups for p in parameters}
 
 
+def on_host(key: str, shape: Sequence[int], parameter: Tensor, on_device: Collection[int]) -> bool:
+    """Whether the entry ``key`` of this ``shape`` in the optimizer state of ``parameter`` is a number that loops read
+    on the host; ``on_device`` is :func:`counted_on_device`. What a parameter of one number (no dimension) has beside
+    its steps may have its shape, and is where it is."""
+    return not shape and id(parameter) not in on_device and (key == "step" or parameter.dim() > 0)
+
+
 @torch.no_grad()
 def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
     """Replace the optimizer's state by full tensors, for the parameters that this rank updates. Other parameters get no
@@ -211,7 +218,7 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
         if parameter is not item.tensor:
             value = local(value)
-        device = parameter.device if value.dim() or id(parameter) in on_device else value.device
+        device = value.device if on_host(key, value.shape, parameter, on_device) else parameter.device
         if isinstance(value, DTensor) or value.shape != parameter.shape:
             optimizer.state[parameter][key] = value.to(device, copy=True)
         else:

@@ -20,6 +20,11 @@ _LOOKS = 4
 """How often within the timeout ranks that are done hear that another one still works."""
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes: gloo does not send every type of number."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 class Votes:
     """Small collectives over all ranks on the host. They neither wait for the device nor disturb it.
 
@@ -126,9 +131,10 @@ class Votes:
         return going, coming
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        """Copy the values of rank ``source`` into ``tensor`` (a host tensor of the same shape on all ranks)."""
+        """Copy the values of rank ``source`` into ``tensor`` (a contiguous host tensor, on all ranks of the same shape
+        and type)."""
         if self.num_ranks > 1:
-            dist.broadcast(tensor, source, group=self._group)
+            dist.broadcast(as_bytes(tensor), source, group=self._group)
 
     def agree(self, error: BaseException | None) -> None:
         """Return if no rank has an ``error``. Otherwise raise the error of the first failing rank on all ranks.

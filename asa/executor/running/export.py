@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import CheckedCheckpoint
 from asa.ir import codec
 from asa.ir.codec import noun
+from asa.tracing import trace
+from asa.zoo.inputs import example
 from asa.zoo.models import build
 
 
@@ -42,8 +46,11 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
     source, weights = _read(run / CHECKPOINTS, step)
     manifest = source.manifest
     plan = manifest.plan
-    model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
-    state = plain_state(model, weights)
+    model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=manifest.seed)
+    state = plain_state(
+        model, weights,
+        lambda: trace(model, example(plan.sample_shape), name=plan.model_spec).unused,
+    )  # fmt: skip
     metadata = {
         "format": "pt",
         "model": manifest.model_spec,
@@ -52,6 +59,8 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
         "step": str(manifest.step),
         "plan_fingerprint": manifest.plan_fingerprint,
     }
+    if name := next((n for n, t in state.items() if t.dtype == torch.complex128), ""):
+        raise UnavailableError(f"cannot write {output}: {name} is complex128, safetensors holds at most complex64")
     if codec.is_special(output):
         raise UnavailableError(f"cannot write {output}: weights go to a file, and it is none; choose another -o")
     try:
@@ -91,8 +100,12 @@ def _find(folder: Path, step: int | None) -> CheckedCheckpoint:
     return CheckedCheckpoint(path=path, manifest=checkpoint.check(path), notes=())
 
 
-def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``stored`` with all names of ``model.state_dict()``. A shared tensor is stored under only one of its names.
+def plain_state(
+    model: nn.Module, stored: dict[str, Tensor], unread: Callable[[], Collection[str]] = tuple
+) -> dict[str, Tensor]:
+    """``stored`` with all names of ``model.state_dict()``. A shared tensor is stored under only one of its names, and
+    those that no forward reads (``unread``, called if there are others) under none: they are what they are in
+    ``model``.
 
     Raises:
         InvalidInputError: a tensor is missing, or has another shape.
@@ -103,11 +116,15 @@ def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor
     ):  # fmt: skip
         names.setdefault(id(tensor), []).append(name)
     of = {name: group for group in names.values() for name in group}
+    tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    sources = {name: next((n for n in (name, *of.get(name, ())) if n in stored), None) for name in tensors}
+    idle = unread() if None in sources.values() else ()
     state: dict[str, Tensor] = {}
-    for name, expected in model.state_dict().items():
-        if not isinstance(expected, Tensor):
+    for name, expected in tensors.items():
+        source = sources[name]
+        if source is None and not set(of.get(name, ())).isdisjoint(idle):
+            state[name] = expected.detach().clone()
             continue
-        source = next((n for n in (name, *of.get(name, ())) if n in stored), None)
         if source is None or stored[source].shape != expected.shape:
             lacks = "lacks it" if source is None else f"holds {list(stored[source].shape)}"
             raise InvalidInputError(f"the checkpoint is of another model: {name} is {list(expected.shape)}, it {lacks}")

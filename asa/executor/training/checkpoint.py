@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -40,6 +42,9 @@ OPTIMIZER = "optimizer.safetensors"
 DISCIPLINE = "consistency.safetensors"
 """Name of the file with further state of a consistency discipline. Other plans ignore it."""
 
+_PAIRS = "complex128"
+"""Key of a file's metadata for the names of complex tensors that are stored as pairs of float64, because safetensors
+has no such type."""
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -260,7 +265,9 @@ def read(path: Path, name: str) -> dict[str, Tensor]:
         InvalidInputError: it is not a file of tensors.
     """
     with _tensors_in(path / name) as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
+        pairs = json.loads((file.metadata() or {}).get(_PAIRS, "[]"))
+    return tensors | {key: torch.view_as_complex(tensors[key]) for key in pairs}
 
 
 @contextlib.contextmanager
@@ -317,7 +324,9 @@ def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
         # Tensors that share memory (a buffer that is a view of another) are stored as separate copies.
         separate[name] = value.clone() if start in storages else value
         storages.add(start)
-    save_file(separate, path)
+    pairs = [name for name, value in separate.items() if value.dtype == torch.complex128]
+    separate |= {name: torch.view_as_real(separate[name]) for name in pairs}
+    save_file(separate, path, **({"metadata": {_PAIRS: json.dumps(pairs)}} if pairs else {}))
     _flush(path)
     return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=checksum(path))
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from asa.errors import WorkersFailedError
 from asa.executor.model.offload import updated_in
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import LocalTensor, counted_on_device, local_tensors, restored, stored
+from asa.executor.model.state import LocalTensor, counted_on_device, local_tensors, on_host, restored, stored
 from asa.executor.model.votes import Votes
 from asa.ir.region import Box, Region, as_region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
@@ -246,9 +246,9 @@ def _memory_for(
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
     parameter = updated_in(optimizer, items[name].tensor)
-    has_steps = id(parameter) in counted_on_device(optimizer)
-    on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or has_steps)
-    device = torch.device("cpu") if on_host else local(parameter).device
+    number = restored(key, torch.zeros((), dtype=one.dtype))[0] != key
+    host = number or on_host(key, one.shape, parameter, counted_on_device(optimizer))
+    device = torch.device("cpu") if host else local(parameter).device
     made = partial(state_memory, parameter) if one.follows else partial(torch.empty, extent(region))
     strides = made(dtype=one.dtype, device=torch.device("meta")).stride()
     if held is not None and (held.region, held.tensor.device, held.tensor.stride()) == (region, device, strides):

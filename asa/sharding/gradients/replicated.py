@@ -109,6 +109,6 @@ def _send_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         alike.setdefault((t.dtype, t.device), []).append(t)
     for same in alike.values():
         flat = torch.cat([t.detach().reshape(-1) for t in same])
-        direct.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, group_src=0, group=group)
+        direct.broadcast(flat.view(torch.uint8), group_src=0, group=group)  # gloo does not send every type of number
         for t, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
             t.copy_(part.view(t.shape))
