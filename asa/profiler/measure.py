@@ -46,6 +46,8 @@ Progress = Callable[[float, str], None]
 """Called as ``progress(fraction done, what is being done)``."""
 
 _UPDATES_SHARE = 0.15
+_CEILINGS_SHARE, _CEILINGS_S = 0.02, 0.25
+"""Share of the time limit for each of the two ceilings, and the most seconds."""
 _EXAMPLE_SAMPLES = 2
 _BEYOND_CACHES = 2**26
 """Bytes of weights from which on a component's weights are never in a cache when it starts."""
@@ -170,7 +172,7 @@ def profile_module(
         begun = reference.now()
         updates = measure_updates(modules, device, slice_s=max(0.5, min(remaining_s, _UPDATES_SHARE * time_limit_s)))
         floor = measure_dispatch(device)
-        ceilings = measure_ceilings(device, precision)
+        ceilings = measure_ceilings(device, precision, slice_s=min(_CEILINGS_S, _CEILINGS_SHARE * time_limit_s))
         ended = reference.now()
         surveyor.read()
     sweep, factor = surveyor.steadied(), reference.factor(begun, ended)
