@@ -51,7 +51,7 @@ try() { # ENVIRONMENT: the commands of a first hour, without torch
   (
     mkdir "$1/empty"
     cd "$1/empty"
-    unset PYTHONPATH
+    unset PYTHONPATH PYTHONDONTWRITEBYTECODE # each command would compile anew all that it imports
     expect 0 "asa 0." "$asa" --version
     expect 0 "solved 2 variables" "$asa" doctor
     expect 0 "a100-nvlink-8" "$asa" plan resnet50 --gpus 8 --cluster a100-nvlink-8

@@ -160,10 +160,13 @@ def _apart(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).abs().max()) / max(float(reference.abs().max()), 1e-300)
 
 
-def assert_as_alone(program: Program, names: list[str] | None = None, *, within: float = 1e-11) -> None:
-    """Every plan leaves what one process leaves, on every rank."""
-    wanted = program.alone()
-    for name, states in program.spread(names or list(LAYOUTS)).items():
+def assert_as_alone(
+    program: Program, names: list[str] | None = None, *, within: float = 1e-11
+) -> dict[str, list[State | str]]:
+    """Every plan leaves what one process leaves, on every rank; returns the states by rank under every plan."""
+    wanted, found = program.alone(), program.spread(names or list(LAYOUTS))
+    for name, states in found.items():
         for state in states:
             assert not isinstance(state, str), f"{name}: {state}"
             assert distance(state, wanted) < within, name
+    return found

@@ -34,12 +34,17 @@ def test_no_script_is_none() -> None:
 
 
 def test_modules_of_the_program_are_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "settings_of_mine.py").write_text("import os\nRANKS = int(os.environ.get('WORLD_SIZE', 1))\n")
+    (tmp_path / "parts_of_mine").mkdir()
+    names = ("settings_of_mine", "parts_of_mine.settings")
+    paths = [tmp_path / f"{name.replace('.', '/')}.py" for name in names]
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("settings_of_mine")
     try:
-        assert str(tmp_path / "settings_of_mine.py") in filter(_asks, _own_files())
+        for name, path in zip(names, paths, strict=True):
+            path.write_text("import os\nRANKS = int(os.environ.get('WORLD_SIZE', 1))\n")
+            importlib.import_module(name)
+        assert set(map(str, paths)) <= set(filter(_asks, _own_files()))
     finally:
-        del sys.modules["settings_of_mine"]  # which would have every later program ask
+        for name in (*names, "parts_of_mine"):
+            sys.modules.pop(name, None)  # which would have every later program ask
     packages = [Path(str(package.__file__)).parent for package in (asa, torch)]
     assert not any(Path(file).is_relative_to(package) for file in _own_files() for package in packages)

@@ -46,6 +46,8 @@ Progress = Callable[[float, str], None]
 """Called as ``progress(fraction done, what is being done)``."""
 
 _UPDATES_SHARE = 0.15
+_CEILINGS_SHARE, _CEILINGS_S = 0.02, 0.25
+"""Share of the time limit for each of the two ceilings, and the most seconds."""
 _EXAMPLE_SAMPLES = 2
 _MIXED = 1e-2
 """Relative change of an output from which on a model is said to mix samples; kernels of a GPU round in TF32."""
@@ -172,7 +174,7 @@ def profile_module(
         begun = reference.now()
         updates = measure_updates(modules, device, slice_s=max(0.5, min(remaining_s, _UPDATES_SHARE * time_limit_s)))
         floor = measure_dispatch(device)
-        ceilings = measure_ceilings(device, precision)
+        ceilings = measure_ceilings(device, precision, slice_s=min(_CEILINGS_S, _CEILINGS_SHARE * time_limit_s))
         ended = reference.now()
         surveyor.read()
     sweep, factor = surveyor.steadied(), reference.factor(begun, ended)

@@ -54,6 +54,13 @@ def cut_out(
     return graph
 
 
+class _Graph(fx.GraphModule):
+    """Compiled when it gets a graph with nodes. Torch would compile the empty graph that it begins with, too."""
+
+    def recompile(self) -> Any:
+        return super().recompile() if len(self.graph.nodes) else None
+
+
 class _Names:
     """Holder of the modules and tensors that a graph's targets stand for, as attributes."""
 
@@ -70,7 +77,7 @@ def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]
             path, _, leaf = node.target.rpartition(".")
             setattr(names, f"m{i}", module.get_submodule(path))
             node.target = f"m{i}.{leaf}"
-    holder = fx.GraphModule(nn.Module(), fx.Graph(), class_name="CachedGraph")
+    holder = _Graph(nn.Module(), fx.Graph(), class_name="CachedGraph")
     holder.graph = graph
     return partial(cast(Any, type(holder)).forward, names)
 
@@ -148,7 +155,7 @@ class TracedComponent(nn.Module):
     def _bind(self, train: fx.Graph, evaluate: fx.Graph) -> None:
         # Not registered as submodules: they share this module's registries instead.
         def over(graph: fx.Graph) -> fx.GraphModule:
-            module = fx.GraphModule(nn.Module(), fx.Graph(), class_name="TracedGraph")
+            module = _Graph(nn.Module(), fx.Graph(), class_name="TracedGraph")
             for registry in _REGISTRIES:
                 module.__dict__[registry] = self.__dict__[registry]
             module.__dict__["_whole"] = self.__dict__["_whole"]

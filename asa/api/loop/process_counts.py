@@ -52,11 +52,20 @@ def _noticed(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def _own_files() -> list[str]:
-    """The files of the script and of the modules that the program has imported, without those of packages."""
-    modules = (m for name, m in list(sys.modules.items()) if name.partition(".")[0] != "asa")
-    files = (getattr(module, "__dict__", {}).get("__file__") for module in modules)
-    named = (file for file in files if isinstance(file, str) and _OF_OTHERS[0] not in file)
-    return [file for file in named if not any(part in file for part in _OF_OTHERS)]
+    """The files of the script and of the modules that the program has imported, without those of packages. Of a package
+    only the module of its own name is looked at: ranks have thousands of others."""
+    names = list(sys.modules)
+    others = {"asa", *(name for name in names if "." not in name and _is_of_others(_file_of(name)))}
+    files = (_file_of(name) for name in names if name.partition(".")[0] not in others)
+    return [file for file in files if isinstance(file, str) and not _is_of_others(file)]
+
+
+def _file_of(name: str) -> Any:
+    return getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+
+
+def _is_of_others(file: Any) -> bool:
+    return isinstance(file, str) and any(part in file for part in _OF_OTHERS)
 
 
 def _asks(file: str) -> bool:
