@@ -10,6 +10,7 @@ none. Parameters and buffers are never counted.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,6 +75,19 @@ def no_backward(_: Any) -> Tensor:
     raise AssertionError("backward through a graph that was only measured")
 
 
+class _NoModules(contextlib.nullcontext[None]):
+    """In place of a tracker of modules, whose hooks fail in a forward within an autograd function."""
+
+    parents = frozenset(("Global",))
+
+
+def flop_counter() -> FlopCounterMode:
+    """A counter of the operations in its context."""
+    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
 def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
     counted = {t.untyped_storage()._cdata for c in components for t in (*c.parameters(), *c.buffers())}
     value = batch.clone()
@@ -89,7 +103,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
             # No backward runs here, so nothing is returned: a graph that held its own outputs would never be freed.
             saved.append(tensor)
 
-        flops = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+        flops = flop_counter()
         with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, no_backward):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from asa.errors import UsageError
 from asa.ir.graph import Component, InnerCollective, LayerGraph, SequenceSplit, TensorSplit
@@ -19,7 +18,7 @@ from asa.sharding.layers.tensor import detached_copy, example_input, plan_split,
 from asa.tracing import TracedModel
 from asa.tracing.alike import signature
 from asa.tracing.component import TracedComponent
-from asa.tracing.facts import MORE_FLOPS, no_backward
+from asa.tracing.facts import flop_counter, no_backward
 from asa.tracing.fused import fused_attention
 from asa.tracing.tracer import reason_of
 
@@ -90,7 +89,7 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
         if storage._cdata not in own_storages:
             saved[storage._cdata] = storage.nbytes()
 
-    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
+    counter = flop_counter()
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, no_backward)
     with torch.device("meta"), counter, fused_attention(), hooks:  # tensors that forward creates go there, too
         component(x)
