@@ -109,13 +109,11 @@ def training_method(model: nn.Module, origin: nn.Module, name: str) -> Callable[
     """
     function = getattr(type(origin), name)
     code = getattr(function, "__code__", None)
-    above = [kind for kind in type(origin).__mro__ if name in vars(kind)][:1]
-    others = type(origin).__mro__[type(origin).__mro__.index(above[0]) + 1 :] if above else ()
-    if (
-        code is not None
-        and "__class__" in code.co_freevars
-        and not all(foreign(k.__module__) or k is object for k in others)
-    ):
+    kinds = type(origin).__mro__
+    defined = next(i for i, kind in enumerate(kinds) if name in vars(kind))
+    own = [kind for kind in kinds[defined + 1 :] if not foreign(kind.__module__)]
+    of_torch = not own or (hasattr(nn.Module, name) and not any(name in vars(kind) for kind in own))
+    if code is not None and "__class__" in code.co_freevars and not of_torch:
         raise UsageError(
             f"{type(origin).__name__}.{name}() takes gradients and calls super(): make it a function that is handed "
             "the model, or a method without super()"
