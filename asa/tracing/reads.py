@@ -38,15 +38,15 @@ class _Same:
 
 
 class _Reads:
-    """What ``forward`` of a module names, and the functions and methods of the program that it names."""
+    """What ``function``, a method of a module, names, and the functions and methods of the program that it names."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, function: Any) -> None:
         self._sources: dict[str, Callable[[], Any]] = {}
-        self._names: set[str] = set()
+        self.names: set[str] = set()
         self._functions: list[FunctionType] = []
         self._owners: list[Any] = []
         self._pending: list[FunctionType] = []
-        self._reach(type(module).forward)
+        self._reach(function)
         if self._pending:
             self._owners.append(module)
         while self._pending:
@@ -64,7 +64,7 @@ class _Reads:
                 continue
             self._value(found, name, value, _DEPTH)
         for key, value in vars(self._owners[0]).items() if self._owners else ():
-            if key in self._names and key[0] != "_" and key != "training":
+            if key in self.names and key[0] != "_" and key != "training":
                 self._value(found, key, value, _DEPTH)
         return found
 
@@ -86,7 +86,7 @@ class _Reads:
 
     def _look_at(self, function: FunctionType) -> None:
         names = names_in(function.__code__)
-        self._names |= names
+        self.names |= names
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             self._source(f" {name}", partial(getattr, cell, "cell_contents"))
         for name in names & function.__globals__.keys():
@@ -119,12 +119,12 @@ class _Reads:
                 return
             self._owners.append(value)
         if depth > 1:
-            for _, inner in _entries(value, self._names):
+            for _, inner in _entries(value, self.names):
                 self._own(inner, depth - 1)
 
     def _methods(self, owner: Any) -> None:
         """Look later at what functions look up in ``owner`` and its classes."""
-        for key in self._names & vars(owner).keys():
+        for key in self.names & vars(owner).keys():
             value = vars(owner)[key]
             if isinstance(value, type) and not foreign(value.__module__) and not any(value is o for o in self._owners):
                 self._owners.append(value)
@@ -135,7 +135,7 @@ class _Reads:
         for base in () if isinstance(owner, ModuleType) else bases:
             if foreign(base.__module__) or base is object:
                 continue
-            for key in self._names & vars(base).keys():
+            for key in self.names & vars(base).keys():
                 value = vars(base)[key]
                 self._reach(value)
                 if (
@@ -153,10 +153,10 @@ class _Reads:
         elif isinstance(value, Tensor):
             found[name] = _Same(value)
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-            if value.size <= ENTRIES and not self._names & {"from_numpy", "as_tensor"}:  # these share its memory
+            if value.size <= ENTRIES and not self.names & {"from_numpy", "as_tensor"}:  # these share its memory
                 found[name] = value.tobytes()
         elif depth and not isinstance(value, nn.Module):
-            for key, inner in _entries(value, self._names):
+            for key, inner in _entries(value, self.names):
                 if not isinstance(inner, type | ModuleType):
                     self._value(found, f"{name}.{key}", inner, depth - 1)
 
@@ -181,7 +181,22 @@ def _texts(code: CodeType) -> set[str]:
 def numbers_read(module: nn.Module) -> dict[str, Any]:
     """Numbers, texts, functions and tensors that ``forward`` of ``module`` can read, and the program's functions that
     it calls, by where they are: attributes of the module, and behind a blank what is outside of it."""
+    return _of_forward(module).now()
+
+
+def reads(module: nn.Module, name: str) -> bool:
+    """Whether ``forward`` of ``module``, or a function of the program that it calls, names ``name``, or may by a
+    text."""
+    return bool(_of_forward(module).names & {name, "getattr", "vars", "__dict__"})
+
+
+def names_called(module: nn.Module, function: Any) -> set[str]:
+    """Names that ``function``, a method of ``module``, and the program's functions that it calls look up."""
+    return _Reads(module, function).names
+
+
+def _of_forward(module: nn.Module) -> _Reads:
     reads = _READS.get(module)
     if reads is None:
-        reads = _READS[module] = _Reads(module)
-    return reads.now()
+        reads = _READS[module] = _Reads(module, type(module).forward)
+    return reads

@@ -98,6 +98,7 @@ def table() -> dict[str, Program]:
         composed,
         copies,
         everyday,
+        fetched,
         frameworks,
         fresh,
         further,

@@ -4,13 +4,14 @@ loop."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from asa.api.arguments import check_training, read
 from asa.api.calls import Call, guesses, plain, why_not
@@ -32,6 +33,7 @@ from asa.api.model.distributed_model import DistributedModel, check_new, local_r
 from asa.api.model.notes import differences, trained_norms
 from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, others_over, planned_like
 from asa.api.model.optimizers import elementwise as known_elementwise
+from asa.api.model.own_methods import check_overridden
 from asa.api.model.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.api.plans.planned import Origins, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.plans.planning import device_of, one_tensor, shaped, spec_of
@@ -56,7 +58,7 @@ from asa.sharding.layers.batchnorm import without_torch_groups
 from asa.sharding.split.local_parts import local
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
-from asa.tracing.preserve import mark_written, written
+from asa.tracing.preserve import mark_written, parameters_restored, preserved, written
 
 SEVERAL = 8
 """Number of samples with which a model is tested for dependence between samples."""
@@ -168,6 +170,7 @@ def parallelize(
         undistributed = DistributedModel(None, context, origin=model)
         return undistributed, optimizer, DistributedLoader(batches, undistributed)
     shaped(model)
+    check_overridden(model)
     for each in optimizers:
         check_whole(each)
     follow_closures()
@@ -175,6 +178,7 @@ def parallelize(
     call, why = find_call(context, model, batches, example_input)
     known_call = call
     writes = find_written(context, model, call)
+    writes_by_samples = bool(writes) and written_by_samples(context, model, call, writes)
     whole_because = (*(no_shards_because(o, model, elementwise) for o in optimizers), kept_whole(writes))
     options = PlanOptions(
         global_batch=batches.batch_size, optimizer=planned_like(optimizer, context), pipelines=False,
@@ -255,7 +259,7 @@ def parallelize(
         if not (batches.indexed and all_independent) and changes_inputs(model, known_call):
             found.append(CHANGED)
     parallel = build(chosen, subject)
-    lines = differences(chosen, parallel, normalised, writes, batch_norm)
+    lines = differences(chosen, parallel, normalised, writes, batch_norm, by_samples=writes_by_samples)
     for line in (*lines, *warning_of(change, chosen), *found) if context.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
     if context.ranks > 1 and batches.draws_locally:
@@ -326,6 +330,34 @@ def find_written(context: RankContext, model: nn.Module, call: Call | None) -> l
     mark_written(model, names)
     shortened = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None) is not None}
     return [name for name, p in model.named_parameters() if name in names and id(p) not in shortened]
+
+
+def written_by_samples(context: RankContext, model: nn.Module, call: Call | None, names: list[str]) -> bool:
+    """Whether what the model's forward writes into the parameters ``names`` depends on its inputs, as far as other
+    numbers in them tell (collective)."""
+
+    def values(of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        assert call is not None
+        device = device_of(model)
+        args, options = pytree.tree_map(
+            lambda t: of(t).to(device) if isinstance(t, Tensor) else t, (call.args, call.options)
+        )
+        with preserved(model), parameters_restored(model), torch.no_grad():
+            model(*args, **options)
+            now = dict(model.named_parameters())
+            return [now[n].detach().clone() for n in names]
+
+    def differ() -> bool:
+        tensors = [] if call is None else pytree.tree_leaves((call.args, call.options))
+        if not any(isinstance(t, Tensor) and t.is_floating_point() for t in tensors):
+            return True
+        try:
+            one, other = values(torch.clone), values(lambda t: t * 0.5 + 1 if t.is_floating_point() else t)
+        except Exception:  # whatever a model's code may raise
+            return True
+        return not all(map(torch.equal, one, other))
+
+    return bool(context.votes.tell(context.votes.once(differ)))
 
 
 def say_of_hooks(context: RankContext, model: nn.Module, plan: Plan) -> None:

@@ -181,9 +181,11 @@ class Comparison:
             self._doubt = self._doubt or _READ_OUT
             return None
         steps = longest[1:] - longest[:-1] if longest.dtype is not torch.bool else longest
-        if longest.dim() == 1 and longest.dtype is not torch.bool and bool((steps == steps[0]).all()):
-            self._stepped = self._stepped or bool(longest[0] != 0) or bool(steps[0] != 1)
-            return longest[0] + steps[0] * torch.arange(count, dtype=longest.dtype)
+        step, enough = steps.flatten()[:1], longest.dim() == 1 or len(longest) > 2 or not longest.is_floating_point()
+        if enough and len(step) and longest.dtype is not torch.bool and bool((steps == step).all()):
+            self._stepped = self._stepped or bool((longest[0] != 0).any()) or bool(step != 1)
+            numbers = torch.arange(count, dtype=longest.dtype).view(-1, *(1,) * (longest.dim() - 1))
+            return longest[:1] + step * numbers
         self._repeated = True
         return None
 

@@ -15,7 +15,7 @@ from typing import Any
 _SHAPING = frozenset((
     "view", "reshape", "expand", "repeat", "repeat_interleave", "unflatten", "split", "chunk", "narrow", "zeros",
     "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "eye", "linspace", "new_zeros",
-    "new_ones", "new_full", "new_empty", "broadcast_to", "unfold", "mean_over",
+    "new_ones", "new_full", "new_empty", "broadcast_to", "unfold", "mean_over", "reduce",
 ))  # fmt: skip
 """Names of functions and methods whose arguments are shapes and numbers of rows."""
 

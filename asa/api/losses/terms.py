@@ -461,6 +461,11 @@ def _with_terms(original: Callable[..., None]) -> Callable[..., None]:
                 _check_no_layers(roots)
             original(tensors, *args, **options)
             return
+        if (options.get("create_graph") or args[2:3] == (True,)) and called.rank_context.ranks > 1:
+            raise UsageError(
+                "backward(create_graph=True) leaves p.grad with a graph, and ranks add up gradients without one: "
+                "second derivatives by parameters are those of a plain copy (copy.deepcopy(model)) on whole batches"
+            )
         if not called.learned:
             _other_batches(called)
             original(tensors, *args, **options)

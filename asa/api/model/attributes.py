@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from asa.api.model.own_methods import bound, training_method, trains
 from asa.api.steps.distributed_model_base import DistributedModelBase
 from asa.api.tensors.parameter_tools import view_of_whole
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
-from asa.tracing.reads import numbers_read
+from asa.tracing.reads import numbers_read, reads
 from asa.tracing.ties import referred
 from asa.tracing.whole import WholeModel, tensors_of
 
@@ -50,7 +51,7 @@ def get_attribute(model: DistributedModelBase, name: str) -> Any:
     if parallel is None:
         return value
     if inspect.ismethod(value) and value.__self__ is origin:
-        return partial(_method, model, name)
+        return training_method(model, origin, name) if trains(origin, name) else partial(_method, model, name)
     if isinstance(value, nn.Parameter):
         return dict(model.named_parameters(remove_duplicate=False)).get(name, value)
     if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -75,6 +76,16 @@ def entered(
     result = {} if destination is None else destination
     result.update({prefix + name: value for name, value in state.items()})
     return result
+
+
+def loads_by_itself(model: nn.Module) -> bool:
+    """Whether a class or a hook of the program's own loads states into ``model``."""
+    methods = [type(model).load_state_dict, *(type(m)._load_from_state_dict for m in model.modules())]
+    hooks = [h for m in model.modules() for h in m._load_state_dict_pre_hooks.values()]
+    return any(
+        (getattr(f, "__module__", None) or "").partition(".")[0] not in ("torch", "asa")
+        for f in (*methods, *(getattr(h, "hook", h) for h in hooks))
+    )
 
 
 def part_of(model: DistributedModelBase, value: Any) -> Any:
@@ -231,7 +242,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
         "__getattr__": attribute, "__setattr__": assign, "__delattr__": delete, "_named_members": named,
         "named_parameters": named_parameters,
         "__deepcopy__": lambda _, _memo: plain(),
-        "__reduce_ex__": lambda _, _protocol: (_itself, (plain(),)),
+        "__reduce_ex__": lambda _, _protocol: (itself, (plain(),)),
         "state_dict": state, "load_state_dict": load,
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
     }  # fmt: skip
@@ -250,7 +261,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
     return view
 
 
-def _itself(module: nn.Module) -> nn.Module:
+def itself(module: nn.Module) -> nn.Module:
     """``module``: what is read from a file of it."""
     return module
 
@@ -334,6 +345,9 @@ def _of_a_copy(model: DistributedModelBase, name: str, args: Any, options: dict[
     state = {n: t.clone() for n, t in copied.state_dict().items() if isinstance(t, Tensor)}
     numbers = {path: plain_attributes(m) for path, m in copied.named_modules()}
     result = attrgetter(name)(copied)(*args, **options)
+    function = getattr(type(model.origin), name, None)
+    if function is not None and isinstance(result, Iterator | contextlib.AbstractContextManager):
+        return bound(model, function)(*args, **options)  # it goes on behind the call
     if any(t.requires_grad for t in tensors_of(result)):
         raise UsageError(
             f"model.{name}() computes with gradients, and ranks hold parts of the model under {model.plan.strategy}: "
@@ -360,7 +374,7 @@ def set_attribute(model: DistributedModelBase, name: str, value: Any) -> bool:
         return False
     if parallel is not None and isinstance(value, nn.Module | nn.Parameter):
         raise UsageError(f"model.{name} cannot be replaced behind asa.parallelize: do it before the call")
-    if parallel is not None and not parallel.called:
+    if parallel is not None and not parallel.called and reads(origin, name):
         warnings.warn(
             f"model.{name} was changed behind asa.parallelize: what was traced of the model before does not see it",
             stacklevel=4,

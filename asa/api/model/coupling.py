@@ -234,7 +234,12 @@ def _change(model: nn.Module, call: Call, samples: int) -> float | None:
             continue
         if len(all_) % samples or a.shape[1:] != all_.shape[1:] or len(a) + len(b) != len(all_):
             continue
-        off = float((torch.cat([a, b]) - all_).double().norm() / all_.double().norm().clamp(min=1e-12))
+        views = len(all_) // samples  # of each sample, view by view (x.repeat(2, 1)) or side by side
+        ways = [torch.cat([a, b])]
+        if views > 1 and len(a) == views * half:
+            ways.append(torch.cat([t.reshape(views, -1, *t.shape[1:]) for t in (a, b)], 1).reshape(all_.shape))
+        size = all_.double().norm().clamp(min=1e-12)
+        off = min(float((way - all_).double().norm() / size) for way in ways)
         worst = max(worst, off if off > _TOLERANCES.get(all_.dtype, 0.1) else 0.0)
     worst = max(worst, _scalar_change(model, call, samples, device))
     return worst or _gradient_change(model, call, samples, device)

@@ -28,6 +28,7 @@ from asa.api.model.attributes import traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
 from asa.api.model.notes import drawing
 from asa.api.model.optimizers import hand_over
+from asa.api.model.own_methods import own_methods
 from asa.api.plans.planning import check_plain
 from asa.api.rank_context import RankContext, meet_at
 from asa.api.steps.batches import GlobalBatches, Share, fingerprints, moved
@@ -161,6 +162,7 @@ class DistributedModel(ModelInterface):
 
         self.__dict__["forward"] = wraps(origin.forward)(forward)  # frameworks look at the names of what it takes
         self.register_load_state_dict_post_hook(ModelInterface.loaded_around)
+        self.__dict__.update(own_methods(self, origin, shared=parallel is not None))
         _models.add(self)
 
     def adopt(self, parallel: ParallelModel | None) -> None:
@@ -195,6 +197,11 @@ class DistributedModel(ModelInterface):
             raise UsageError(
                 "torch.func transforms (grad, vmap, jvp) give a rank what its own samples make of its own part of the "
                 "model; use loss.backward() and p.grad, or compute that in a plain copy: load model.state_dict()"
+            )
+        if parallel is not None and (torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()):
+            raise UsageError(
+                "the model is traced (torch.jit.trace, torch.export, a writer's add_graph), and ranks share it: trace "
+                "copy.deepcopy(model), which is a plain model, made on every rank"
             )
         if parallel is not None and parallel.called:
             return self.call(None, args, options)
@@ -241,7 +248,7 @@ class DistributedModel(ModelInterface):
         self._called(weight, len(x))
 
         def weighed(tensor: Tensor) -> Tensor:
-            return self._weighed(tensor, factor, len(x))
+            return self._weighed(tensor, factor, len(x), (x,))
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
 
@@ -340,8 +347,9 @@ class DistributedModel(ModelInterface):
         if self.trial is not None and not self._whole and numbers_in(output):
             self.trial.note_number()
         self.__dict__["output_factor"] = factor
+        given = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         return pytree.tree_map(
-            lambda leaf: self._weighed(leaf, factor, rows) if isinstance(leaf, Tensor) else leaf, output
+            lambda leaf: self._weighed(leaf, factor, rows, given) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
 
     def _count(self, total: int, weight: float) -> None:
@@ -467,8 +475,9 @@ class DistributedModel(ModelInterface):
             )
         assert self.parallel is not None
         meet_at("a change by which the model runs whole")
-        gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
-        if self.rank_context.votes.anyone(any(bool(local(g).any()) for g in gradients)):
+        gradients = {n: p.grad for n, p in self.named_parameters(remove_duplicate=False) if p.grad is not None}
+        held = any(map(replaced, self.parallel.plan.components))
+        if self.rank_context.votes.anyone(held and any(bool(local(g).any()) for g in gradients.values())):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
@@ -485,6 +494,9 @@ class DistributedModel(ModelInterface):
         for before in map(dict, lists):
             hand_over(before, now)
             retire(before, now)
+        for name, gradient in () if held else gradients.items():
+            if name in now and now[name].shape == gradient.shape:
+                now[name].grad = gradient
         self.__dict__["rebuild_whole"] = None
         self.remember()
         self.train(training)
@@ -519,8 +531,15 @@ class DistributedModel(ModelInterface):
                 self.calls_of_batch.append(rows)
         record_call(self)
 
-    def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
+    def _weighed(self, tensor: Tensor, weight: float, rows: int, given: Sequence[Tensor] = ()) -> Tensor:
         assert self.demands is not None
+        begins = tensor.is_leaf and tensor.requires_grad and type(tensor) is Tensor
+        if begins and torch.is_grad_enabled() and not any(tensor is g for g in given):
+            raise UsageError(
+                "the model returns a tensor at which a graph of its own begins (detach().requires_grad_()), and what a "
+                "loop reads of it (.grad) is of this rank's samples: detach the output in the loop, and make layers "
+                "behind it a model of their own"
+            )
         weighted = leaving(tensor, weight, self.demands)
         mark_output(weighted, self)
         followed = self.trial is not None and (self.learns or self.training) and not _in_backward()

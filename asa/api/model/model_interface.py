@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from asa.api.losses.terms import LearningModel
 from asa.api.model import attributes
+from asa.api.model.own_methods import training_method
 from asa.api.tensors.clipping import clip
 from asa.api.tensors.names import StateNames
 from asa.api.tensors.parameter_tools import drawn_as_whole, held_parts
@@ -42,6 +44,19 @@ def _inside_first(module: nn.Module, path: str = "") -> Iterator[str]:
     yield path
 
 
+def _forget_shards(model: nn.Module) -> None:
+    """Remove the hooks by which torch gathers and shards parameters, of which a plain copy has none. They cannot be
+    pickled."""
+    for module in model.modules():
+        for hooks in (value for name, value in vars(module).items() if name.endswith("_hooks") and value):
+            for key in [k for k, h in hooks.items() if _of_shards(getattr(h, "hook", h))]:
+                del hooks[key]
+
+
+def _of_shards(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
 class ModelInterface(LearningModel):
     """What a program reads, sets and calls on a distributed model apart from ``forward``, as on the original one.
 
@@ -53,8 +68,13 @@ class ModelInterface(LearningModel):
     names: StateNames | None
     views: TensorViews | None
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode, as for any module."""
+    def train(self, mode: Any = True, *args: Any, **options: Any) -> Any:
+        """Set the mode, as for any module. With other arguments, it is the model's own method of this name."""
+        if args or options or not isinstance(mode, bool | int):
+            if self.parallel is None:
+                return self.parts[0].train(mode, *args, **options)
+            return training_method(self, self.origin, "train")(mode, *args, **options)
+        mode = bool(mode)
         self.__dict__["training"] = mode
         if self.parallel is None:
             self.parts[0].train(mode)
@@ -131,6 +151,15 @@ class ModelInterface(LearningModel):
             return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
         assert self.names is not None
         self.__dict__["states"] = []
+        if attributes.loads_by_itself(self.origin):  # old names, missing ones: as the program reads them
+            copied = copy.deepcopy(self)
+            try:
+                differing = copied.load_state_dict(state_dict, strict=strict)
+            except RuntimeError as error:
+                raise UsageError(" ".join(str(error).split())) from None
+            parallel.reduction.release()
+            load_full_state(parallel, self.names.compared(parallel, copied.state_dict(), strict=False).state)
+            return differing
         try:
             found = self.names.compared(parallel, state_dict, strict=strict)
         except RuntimeError as error:
@@ -206,6 +235,7 @@ class ModelInterface(LearningModel):
             self.origin, [self.origin], lambda p: torch.empty(p.shape, dtype=p.dtype, device=device)
         )
         put_back(whole)
+        _forget_shards(whole)
         assert self.names is not None
         self.names.tie(whole)
         whole.load_state_dict(state)
@@ -225,12 +255,24 @@ class ModelInterface(LearningModel):
         return whole
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a file of the plain model with the weights of now (``torch.save(model, f)``). Collective like a copy."""
         if self.parallel is None:
             return super().__reduce_ex__(protocol)
+        return attributes.itself, (copy.deepcopy(self),)
+
+    def __copy__(self) -> Self:
+        if self.parallel is None:
+            made = type(self).__new__(type(self))
+            made.__dict__.update(self.__dict__)
+            return made
         raise UsageError(
-            "a model that ranks share cannot be pickled: save model.state_dict(), or copy.deepcopy(model), which is a "
-            "plain model"
+            "copy.copy(model) shares parameters with a model that ranks share, whose gradients they would not add up: "
+            "use copy.deepcopy(model), which is a plain model"
         )
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script(model)`` compiles: a plain copy with the weights of now."""
+        return self.parts[0] if self.parallel is None else copy.deepcopy(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -330,12 +372,13 @@ class ModelInterface(LearningModel):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What ``DistributedDataParallel`` asks for first.
+        """What ``DistributedDataParallel`` asks for first, and other tools that read all attributes.
 
         Raises:
-            UsageError: ranks share this model already.
+            UsageError: it is that, and ranks share this model already.
         """
-        if self.parallel is None:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if self.parallel is None or asking != "torch.nn.parallel.distributed":
             return []
         raise UsageError(
             "the model of asa.parallelize is put into DistributedDataParallel (by accelerate's prepare(model), or a "

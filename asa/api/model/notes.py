@@ -38,11 +38,12 @@ def check_exact(plan: Plan, norms: Sequence[str]) -> None:
 
 
 def differences(
-    plan: Plan, model: ParallelModel, norms: Sequence[str], writes: Sequence[str], batch_norm: Literal["local", "exact"]
-) -> list[str]:
+    plan: Plan, model: ParallelModel, norms: Sequence[str], writes: Sequence[str],
+    batch_norm: Literal["local", "exact"], *, by_samples: bool = True,
+) -> list[str]:  # fmt: skip
     """Sentences on what ``model`` computes otherwise under ``plan`` than on one device: in ``norms``
     (:func:`trained_norms`), in other buffers that forward changed, in embeddings with ``max_norm``, and by ``writes``,
-    the parameters that forward changes.
+    the parameters that forward changes (``by_samples``: by its inputs).
 
     Raises:
         UsageError: forward cannot change ``writes``, because ranks hold shards of one, or components run, which were
@@ -65,7 +66,7 @@ def differences(
             f"{_several(counted)} divides gradients by the count of a word (scale_grad_by_freq), on each rank among "
             "its samples: weights differ from one device's; leave scale_grad_by_freq out"
         )
-    if writes:
+    if writes and by_samples:
         notes.append(
             f"forward changes {_several(writes)}, which are parameters: on each rank by the samples it computes; make "
             "them buffers, or change them in the loop by numbers of all ranks (asa.reduce)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -257,6 +259,15 @@ def restored_afterwards(loader: Any) -> Iterator[None]:
             loader._iterator = None
 
 
+def reads_in(thread: threading.Thread) -> str:
+    """The name of what runs in ``thread``, if it is not of torch or the standard library; otherwise empty."""
+    kind: Any = type(thread)
+    what = getattr(thread, "_target", None) if kind is threading.Thread else kind
+    top = (getattr(what, "__module__", None) or "").partition(".")[0]
+    ours = top in ("", "torch", "tqdm") or (top in sys.stdlib_module_names and top != "__main__")
+    return "" if ours else str(getattr(what, "__qualname__", top))
+
+
 class _PresetBatches:
     """A batch sampler whose batches are set before each epoch, and may become more in it."""
 
@@ -394,9 +405,15 @@ class GlobalBatches:
             return self._first_of_iterator()
 
     def _first_of_iterator(self) -> Any:
-        state = own_state(self.loader)
+        state, running = own_state(self.loader), set(threading.enumerate())
         batches = iter(self.loader)
         for batch in map(understood, batches):
+            if reader := next((name for t in threading.enumerate() if t not in running and (name := reads_in(t))), ""):
+                raise UsageError(
+                    f"the loader reads in a thread of its own ({reader}), which draws random numbers at any time, "
+                    "and beside which a model cannot be traced: hand in the loader without it; workers of a DataLoader "
+                    "(num_workers, prefetch_factor) read ahead, too"
+                )
             if batches is self.loader:
                 self._unread.append(batch)
             elif self._own_reading:  # it may not begin anew

@@ -32,6 +32,8 @@ from asa.executor.model.votes import Votes
 
 _AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers whose order is settled when an epoch begins."""
+_MOST_AT_ONCE = 1 << 22
+"""Largest number of samples in an epoch whose order is drawn and sent when it begins."""
 _SCALARS = (bool, int, float, str)
 _COMPARED_ENTRIES = 4096
 """Number of entries of a list or dictionary of a sampler by which ranks compare them."""
@@ -59,9 +61,11 @@ class Orders:
     @property
     def one_by_one(self) -> bool:
         """Whether batches are drawn one at a time, because a sampler of the program's own may go by what the loop does
-        in the middle of an epoch, or never end."""
+        in the middle of an epoch, or never end, or because there are very many."""
         sampler = self.loader.batch_sampler
-        return type(sampler) is not BatchSampler or type(sampler.sampler) not in _AT_ONCE
+        if type(sampler) is not BatchSampler or type(sampler.sampler) not in _AT_ONCE:
+            return True
+        return len(sampler.sampler) > _MOST_AT_ONCE  # type: ignore[arg-type]
 
     def epoch(self, seed: int | None, votes: Votes) -> Iterator[list[Any]]:
         """Rank 0's batches of indices, on every rank; collective where it begins and, if they are drawn

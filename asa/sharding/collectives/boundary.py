@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asa.errors import UsageError
 from asa.ir.layout import Boundary, Layout, gather_group
 from asa.sharding.collectives.along_axis import all_gather, all_reduce, own_slice, reduce_scatter, shard_sizes
 from asa.sharding.collectives.axis import Axis
@@ -22,6 +23,19 @@ def _rows(total: int, layout: Layout, ranks: tuple[int, ...]) -> list[int]:
     """Number of rows of a batch of ``total`` that each of ``ranks`` holds in ``layout``."""
     edges = [layout.rows_of(total, r) for r in ranks]
     return [stop - start for start, stop in edges]
+
+
+def _check_rows(x: Tensor, samples: int) -> None:
+    """Check that ``x``, of which ranks take the rows of their samples, has a row for each.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if len(x) != samples:
+        raise UsageError(
+            f"a part of the model returns {len(x)} rows for {samples} samples, and ranks take their own from them "
+            "under this plan: return one row for each sample (out.view(len(x), -1)), or plan with strategies=('ddp',)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +91,7 @@ class Crossing:
         if b.gathers_tokens:
             x = all_gather(x, 1, shard_sizes(b.exit_tokens, self.reduce_axis), self.reduce_axis)
         if b.fused_exit:
+            _check_rows(x, sum(slice_sizes))
             x = reduce_scatter(x, 0, slice_sizes, self.slice_axis)
         else:
             if b.reduces_exit:
@@ -84,6 +99,7 @@ class Crossing:
             if b.gathers > 1:
                 x = all_gather(x, 0, _rows(samples, b.source, self.gather_ranks), self.gather_axis)
             if b.slices > 1:
+                _check_rows(x, sum(slice_sizes))
                 x = own_slice(x, 0, slice_sizes, self.slice_axis)
         if b.cuts_tokens:
             x = own_slice(x, 1, shard_sizes(b.entry_tokens, self.scatter_axis), self.scatter_axis)
