@@ -378,9 +378,9 @@ def sentences(difference: Difference, dtype: torch.dtype, rounding: float = 0.0)
         )
     if difference.differing_tensor:
         lines.append(
-            f"{difference.differing_tensor} differs between ranks, and goes into the loss or the inputs: it is kept or "
-            "drawn of a rank's own samples (a queue, a bank), where one device has one of all; make it of "
-            "asa.gather(x), or with one seed on all ranks"
+            f"{difference.differing_tensor} differs between ranks, and goes into the loss or the inputs: it is made of "
+            "a rank's own samples (counts, a queue), or drawn, and one device has one of all; make it of asa.reduce(x) "
+            "or asa.gather(x), or draw it with one seed on all ranks"
         )
     if difference.repeated or (difference.stepped and differs):
         lines.append(
