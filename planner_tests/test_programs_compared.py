@@ -164,6 +164,10 @@ SAID: dict[str, tuple[Loop, str]] = {
         _loop(lambda n, _, x, y: (lambda z: (asa.gather(z) - 1).square().mean() + _each(z, y).sum())(n(x)), 1),
         "not a mean over samples",
     ),
+    "pieces of as many samples as a rank has": (
+        _loop(lambda n, _, x, y: sum(F.cross_entropy(n(a), b) for a, b in zip(x.split(3), y.split(3), strict=True)), 1),
+        "also that of this rank's",
+    ),
     "times its samples": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y) * len(y), 1), "also that of this rank's"),
     "a long graph": (
         _loop(lambda n, _, x, y: F.nll_loss(reduce(lambda z, _: z + 0.001, range(2500), n(x)), y, reduction="sum"), 1),

@@ -330,7 +330,8 @@ class Comparison:
         assert best is not None
         if best.loss_parts != best.loss_parts and best.loss_whole != best.loss_whole:
             return Difference(unknown="it is no number")
-        if self._counts and chosen == 0 and by_grown.get(1, 0.0) > best.gradients + _DISTINCT:
+        kept = chosen == 1 and 0 not in by_grown and self._keeps_count()
+        if kept or (self._counts and chosen == 0 and by_grown.get(1, 0.0) > best.gradients + _DISTINCT):
             self._doubt = self._doubt or (
                 f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
                 "which one device has more"
@@ -340,6 +341,14 @@ class Comparison:
                 "every rank has one sample, and a number 1 that it is computed with may be that of samples or not"
             )
         return replace(best, stepped=self._stepped, doubt=self._doubt)
+
+    def _keeps_count(self) -> bool:
+        """Whether the program computes with the number of this rank's samples, but asks for no size: one of its own, as
+        in ``x.split(2)``, of which one device has more pieces."""
+        tape = self._tape
+        operations = tape.needed([self._loss, *tape.model_inputs])[0]
+        numbers = (n for _, *given, _ in operations for n in pytree.tree_leaves(given))
+        return not tape.size_read and any(type(n) is int and n == tape.rows for n in numbers)
 
     def _relative_distance(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative distance of all ranks' tensors from the desired ones (collective)."""
