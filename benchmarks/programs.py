@@ -1,9 +1,10 @@
 """A table of training programs under every kind of plan, against one process: right, warned, refused, or wrong.
 
     python -m benchmarks.programs [--only NAME] [--kind KIND] [--plans ddp,fsdp,tensor,mixed,zero1,job,auto,torch]
+                                  [--ranks 2]
 
 The programs are those of ``benchmarks/program_table``, in float64. Each trains in this process and, under a plan, on
-two forked ranks; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
+two forked ranks, or more; the weights are compared. The record is resumed: what it has is not run again. Ranks run many
 programs, and are started anew where one of them broke or hung.
 
 ``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` named what differs.
@@ -27,7 +28,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
@@ -49,10 +50,10 @@ from asa.launch import run_ranks, tell
 from asa.sharding.split import TensorPart
 from asa.sharding.split.wire import whole
 from benchmarks.program_table import PLANS, Program, table
-from planner_tests.hand_plans import alternating, hand_plan, uniform
+from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
 
 RECORD = Path(__file__).parent / "records" / "programs.json"
-CLUSTER = str(Path(__file__).parent.parent / "profiles" / "cluster.local-gloo-2.json")
+PROFILES = Path(__file__).parent.parent / "profiles"
 Task = tuple[str, str]
 """Names of a program and of a plan."""
 NAMING = (
@@ -79,11 +80,12 @@ def seeded() -> None:
     numpy.random.seed(0)
 
 
-def alone(program: Program, how: str = "") -> dict[str, Tensor]:
-    """The weights that one process trains without ``asa``; under ``torch``, on the batches that are shared there."""
+def alone(program: Program, how: str = "", ranks: int = 2) -> dict[str, Tensor]:
+    """The weights that one process trains without ``asa``; under ``torch``, on the batches that so many ``ranks``
+    share there."""
     seeded()
     net, opt, batches = program.make()
-    more = program.loop(net, opt, Share(batches, 0, 1) if how == "torch" else batches)
+    more = program.loop(net, opt, Share(batches, None, ranks) if how == "torch" else batches)
     return {**net.state_dict(), **(more or {})}
 
 
@@ -119,17 +121,18 @@ BY_HAND = (
     "copies", "varied", "fresh", "recipe", "around", "everyday", "composed",
 )  # fmt: skip
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
-_LAYOUTS = {
-    "ddp": (uniform(2, 1), "replicate"),
-    "fsdp": (uniform(2, 1), "zero3"),
-    "tensor": (uniform(1, 2), "replicate"),
-    "mixed": (alternating(2), "replicate"),
-    "zero1": (uniform(2, 1), "zero1"),
+_LAYOUTS: dict[str, tuple[Callable[[int], Choose], str]] = {
+    "ddp": (lambda n: uniform(n, 1), "replicate"),
+    "fsdp": (lambda n: uniform(n, 1), "zero3"),
+    "tensor": (lambda n: uniform(1, n), "replicate"),
+    "mixed": (alternating, "replicate"),
+    "zero1": (lambda n: uniform(n, 1), "zero1"),
 }
 
 
-def by_hand(program: Program, how: str) -> Plan | None:
-    """A plan that nothing is measured for; None where the model takes no single tensor of the loader's."""
+def by_hand(program: Program, how: str, ranks: int) -> Plan | None:
+    """A plan for so many ranks that nothing is measured for; None where the model takes no single tensor of the
+    loader's."""
     net, _, batches = program.make()
     batch = next(iter(batches))
     x = batch[0] if isinstance(batch, tuple | list) else None
@@ -143,7 +146,7 @@ def by_hand(program: Program, how: str) -> Plan | None:
     example = x[:1].repeat(2, *[1] * (x.dim() - 1))
     try:
         return hand_plan(
-            net, 2, choose, input_shape=tuple(x.shape[1:]), num_classes=1, example=example,
+            net, ranks, choose(ranks), input_shape=tuple(x.shape[1:]), num_classes=1, example=example,
             data_strategy=lambda _i: data, global_batch=len(x),
         )  # fmt: skip
     except InvalidInputError:
@@ -161,10 +164,12 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
     """The weights that a rank has in the end."""
     if how == "torch":
         return trained_by_torch(program)
-    usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
+    ranks = dist.get_world_size()
+    cluster = str(PROFILES / f"cluster.local-gloo-{2 if ranks == 2 else 4}.json")
+    usual = {"cluster": cluster, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
     seeded()
     ours = program.kind in BY_HAND and how in _LAYOUTS and "example_input" not in program.options
-    plan = by_hand(program, how) if how == "mixed" or ours else None
+    plan = by_hand(program, how, ranks) if how == "mixed" or ours else None
     seeded()
     if plan is not None:
         usual["plan"] = plan
@@ -207,20 +212,22 @@ class ByHand(DistributedDataParallel):
 
 
 class Share:
-    """A loader of whose batches a rank has every ``ranks``-th row, as ``DistributedSampler`` gives them. Batches that
-    cannot be shared evenly are left out: a mean of means is no mean there, whoever shares them."""
+    """A loader of whose batches a rank has every ``ranks``-th row, as ``DistributedSampler`` gives them; all rows
+    without a rank. Batches that cannot be shared evenly are left out: a mean of means is no mean there, whoever shares
+    them."""
 
-    def __init__(self, batches: Any, rank: int, ranks: int) -> None:
+    def __init__(self, batches: Any, rank: int | None, ranks: int) -> None:
         self._batches, self._rank, self._ranks = batches, rank, ranks
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
             rows = next((len(t) for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
-            if rows % 2 == 0:
+            if rows % self._ranks == 0:
                 yield tree_map(lambda t, n=rows: self._mine(t, n), batch)
 
     def _mine(self, leaf: Any, rows: int) -> Any:
-        return leaf[self._rank :: self._ranks] if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) else leaf
+        cut = self._rank is not None and isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,)
+        return leaf[self._rank :: self._ranks] if cut else leaf
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -234,7 +241,7 @@ def trained_by_torch(program: Program) -> dict[str, Tensor]:
     seeded()
     net, opt, batches = program.make()
     wrapped = ByHand(net, find_unused_parameters=True)
-    more = program.loop(wrapped, opt, Share(batches, dist.get_rank(), 2))
+    more = program.loop(wrapped, opt, Share(batches, dist.get_rank(), dist.get_world_size()))
     return {**net.state_dict(), **(more or {})}
 
 
@@ -300,20 +307,20 @@ def rank_runs(rank: int, tasks: list[Task], wanted: dict[Task, dict[str, Tensor]
         kind = found.get("verdict", "done")
         store.set(f"{i}/{rank}", kind)
         kinds = set()
-        for other in range(2):
+        for other in range(dist.get_world_size()):
             store.wait([f"{i}/{other}"], timedelta(seconds=90))
             kinds.add(store.get(f"{i}/{other}").decode())
         if len(kinds) > 1 or kinds == {"broken"}:
             raise RuntimeError("ranks are no longer in step")
 
 
-def verdict(program: Program, answers: list[dict[str, Any]]) -> dict[str, Any]:
+def verdict(program: Program, answers: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
     """What the ranks' answers come to."""
     kinds = [a["verdict"] for a in answers if "verdict" in a]
     said = list(dict.fromkeys(s for a in answers for s in a["said"]))[:2]
     seconds = max((a["seconds"] for a in answers), key=lambda s: s.get("first step", 0.0), default={})
     if kinds:
-        kind = "refused" if kinds.count("refused") == len(answers) == 2 else "broken"
+        kind = "refused" if kinds.count("refused") == len(answers) == ranks else "broken"
         return {"verdict": kind, "why": next(a["why"] for a in answers if "why" in a), "seconds": seconds}
     worst = max(answers, key=lambda a: a["distance"])
     right = worst["distance"] <= program.within and not worst["missing"]
@@ -326,8 +333,8 @@ def verdict(program: Program, answers: list[dict[str, Any]]) -> dict[str, Any]:
             **more}  # fmt: skip
 
 
-def run(tasks: list[Task], keep: Any) -> None:
-    """Run all ``tasks``; ``keep(name, how, verdict)`` as they end."""
+def run(tasks: list[Task], keep: Any, ranks: int) -> None:
+    """Run all ``tasks`` on so many ranks; ``keep(name, how, verdict)`` as they end."""
     programs = table()
     while tasks:
         some, wanted = tasks[:24], dict[Task, dict[str, Tensor]]()
@@ -335,7 +342,7 @@ def run(tasks: list[Task], keep: Any) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    wanted[name, kind] = alone(programs[name], kind)
+                    wanted[name, kind] = alone(programs[name], kind, ranks)
                 except Exception as error:
                     raise RuntimeError(f"{name} does not train in one process") from error
         answers: dict[Task, list[dict[str, Any]]] = {}
@@ -347,24 +354,22 @@ def run(tasks: list[Task], keep: Any) -> None:
                 return
             task = tuple(message["task"])
             answers.setdefault(task, []).append(message)
-            if len(answers[task]) == 2:
-                keep(*task, verdict(programs[task[0]], answers[task]))
+            if len(answers[task]) == ranks:
+                keep(*task, verdict(programs[task[0]], answers[task], ranks))
 
         try:
-            run_ranks(2, rank_runs, some, wanted, threads=1, timeout_s=60, limit_s=60 * len(some), on_message=hear)
+            run_ranks(ranks, rank_runs, some, wanted, threads=1, timeout_s=60, limit_s=60 * len(some), on_message=hear)
             tasks = tasks[len(some) :]
         except AsaError as error:
-            ended = [t for t in some if len(answers.get(t, ())) == 2]
+            ended = [t for t in some if len(answers.get(t, ())) == ranks]
             if begun and begun[-1] not in ended:
                 last = begun[-1]
                 one = answers.get(last)
                 why = f"{' '.join(str(error).split())[:200]}"
                 if one and "exited with code 2" in why:  # a line of its own, where it could not be raised
-                    one = one * 2
-                keep(
-                    *last,
-                    verdict(programs[last[0]], one) if one and "verdict" in one[0] else {"verdict": "hung", "why": why},
-                )
+                    one = one[:1] * ranks
+                told = one is not None and "verdict" in one[0]
+                keep(*last, verdict(programs[last[0]], one or [], ranks) if told else {"verdict": "hung", "why": why})
                 ended.append(last)
             if not ended:
                 raise
@@ -378,8 +383,10 @@ def main() -> None:
     parser.add_argument("--kind")
     parser.add_argument("--plans", default=",".join((*PLANS, "job")))
     parser.add_argument("--again", action="store_true", help="run what the record has, too")
-    parser.add_argument("-o", type=Path, default=RECORD)
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 3, 4))
+    parser.add_argument("-o", type=Path, help="the record; of two ranks in the repository, if it is left out")
     args = parser.parse_args()
+    args.o = args.o or RECORD.with_suffix(".json" if args.ranks == 2 else f".{args.ranks}.json")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     record: dict[str, dict[str, Any]] = json.loads(args.o.read_text()) if args.o.exists() else {}
@@ -401,7 +408,7 @@ def main() -> None:
             word = found.get("why") or f"{found['distance']:.1e} {found['tensor']} {found['said']}"
             print(f"{found['verdict']:8} {name} under {how}: {word[:330]}", flush=True)
 
-    run(tasks, keep)
+    run(tasks, keep, args.ranks)
     ours = [(n, how, found) for n, each in record.items() for how, found in each.items() if how != "torch"]
     print(dict(Counter(found["verdict"] for *_, found in ours)))
     by_torch = {n for n, each in record.items() if each.get("torch", {}).get("verdict") == "right"}

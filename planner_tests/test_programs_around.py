@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import asa
 from asa.api.steps import in_step
+from asa.api.tensors.retired import retire
 from asa.errors import AsaError, UsageError
 from asa.launch import run_ranks
 from planner_tests.programs import (
@@ -731,3 +732,15 @@ def _lists_saved(net: Any, opt: Any, batches: Any) -> State:
 
 def test_an_optimizer_that_keeps_lists_is_saved_and_loaded() -> None:
     assert_as_alone(_program(_lists_saved, optimizer=lambda net: Remembering(net.parameters())), ["ddp"])
+
+
+def test_a_tensor_over_parameters_is_refused_if_some_of_them_are_replaced() -> None:
+    flat = torch.zeros(6)
+    kept, gone = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
+    first, last = flat[:2], flat[5:]
+    retire({"kept": kept, "gone": gone}, {"kept": kept, "gone": nn.Parameter(torch.zeros(3))})
+    first.add_(1)
+    assert kept.sum() == 2
+    for over in (flat, last):
+        with pytest.raises(UsageError, match="ranks now train another in its place"):
+            over.mul_(2)

@@ -101,6 +101,19 @@ class _Own:
         return loss / self.mean
 
 
+class _Queue:
+    """Tells answers from those that were kept of earlier batches, as many as a rank has samples or a multiple."""
+
+    def __init__(self) -> None:
+        self.kept = numbers(9, 3)
+
+    def __call__(self, net: Any, _epoch: int, x: Tensor, y: Tensor) -> Tensor:
+        z = net(x)
+        loss = F.cross_entropy(torch.cat([z.square().sum(1, keepdim=True), z @ self.kept.T], 1), torch.zeros_like(y))
+        self.kept = torch.cat([self.kept, z.detach()])[-9:]
+        return loss + F.cross_entropy(z, torch.zeros(len(z), dtype=torch.long))
+
+
 SAID: dict[str, tuple[Loop, str]] = {
     "another loss from the second epoch on": (
         _loop(lambda n, e, x, y: F.cross_entropy(n(x), y) + (_spread_out(n(x)) if e else 0)), "not a mean over samples"
@@ -113,6 +126,7 @@ SAID: dict[str, tuple[Loop, str]] = {
         _loop(lambda n, _, x, y: F.cross_entropy(n(x + torch.randn_like(x)), y), 1), "what the model is given"
     ),
     "a number of a rank's own": (_loop(_Own(), 1), "a number that differs between ranks"),
+    "a queue of answers": (_loop(_Queue(), 1), "beside the batch (test_programs_compared.py:"),
     "a threshold of the batch": (
         _loop(lambda n, _, x, y: (lambda r: (r * (r <= r.detach().quantile(0.8))).mean())(_each(n(x), y)), 1),
         "not a mean over samples",
@@ -149,6 +163,10 @@ SAID: dict[str, tuple[Loop, str]] = {
     "a sum beside gathered outputs": (
         _loop(lambda n, _, x, y: (lambda z: (asa.gather(z) - 1).square().mean() + _each(z, y).sum())(n(x)), 1),
         "not a mean over samples",
+    ),
+    "pieces of as many samples as a rank has": (
+        _loop(lambda n, _, x, y: sum(F.cross_entropy(n(a), b) for a, b in zip(x.split(3), y.split(3), strict=True)), 1),
+        "also that of this rank's",
     ),
     "times its samples": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y) * len(y), 1), "also that of this rank's"),
     "a long graph": (

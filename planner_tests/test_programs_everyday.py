@@ -222,6 +222,26 @@ def test_a_job_tells_of_a_bend_behind_the_steps_that_it_compared() -> None:
     assert "another side of the bend" in said[2][0]
 
 
+WEIGHT = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize(("loss_fn", "told"), [
+    (lambda out, _: out.mean() * WEIGHT, False),
+    (lambda out, _: torch.where(WEIGHT == 1, out.mean(), out.square().mean()), False),
+    (lambda out, _: out.mean() * (out.mean() > 1) * WEIGHT, True),
+])  # fmt: skip
+def test_a_job_tells_a_weight_that_has_become_one_from_a_bend(loss_fn: Any, told: bool) -> None:
+    place: Any = type("Place", (), {"votes": _OneRank, "rank": 0})
+    loss = JobLoss(loss_fn, None, place)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for weight, value in ((0.5, 3.0), (0.7, 2.0), (1.0, 0.5), (0.0, 0.5)):
+            WEIGHT.fill_(weight)
+            loss(torch.full((2, 1), value, requires_grad=True) * 1.0, None, True)
+            loss.tried = weight != 0.5
+    assert bool(heard) is told
+
+
 class BySizes:
     """Samples asked for by number and length."""
 

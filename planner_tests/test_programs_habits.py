@@ -146,7 +146,7 @@ def _changed_data(net: Any, opt: Any, batches: Any) -> State:
 
 SAID: dict[str, tuple[Any, int, str]] = {
     "steps by samples": (_counted, 24, "asks how many samples a batch has, and gets 4 of 8"),
-    "class weights by a pass": (_class_weights, 24, "a number that differs between ranks"),
+    "class weights by a pass": (_class_weights, 24, "a tensor [3] beside the batch"),
     "a state changed in place": (_state_in_place, 24, "0.weight of model.state_dict() was changed in place"),
     "a backward hook": (_backward_hook, 24, "a backward hook on 2 gets gradients of this rank's samples"),
     "samples appended": (_with_loss(_appended), 24, "ranks have the same others"),

@@ -198,6 +198,44 @@ def test_what_one_rank_alone_reads_of_parts_is_said(
     assert "call it on every rank, outside of 'if rank == 0'" in said
 
 
+def _meets(read: Any, collective: Any) -> Any:
+    """A loop in which rank 0 calls ``read`` before one of three forwards, and then ``collective`` as the other does."""
+
+    def loop(net: Any, opt: Any, batches: Any) -> State:
+        for i, (x, y) in enumerate(batches):
+            opt.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            if i == 1 and torch.distributed.get_rank() == 0:
+                read(net)
+            collective()
+            opt.step()
+        return {}
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("plan", "read", "collective"),
+    [
+        ("tensor", lambda net: net[0].weight.norm(), lambda: torch.distributed.barrier()),
+        (
+            "fsdp",
+            lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0),
+            lambda: torch.distributed.all_reduce(torch.ones(2, dtype=torch.float64)),
+        ),
+    ],
+)
+def test_a_read_that_meets_a_collective_of_the_program_is_said(
+    plan: str, read: Any, collective: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = _program(_meets(read, collective))
+    with pytest.raises(AsaError) as ended:
+        run_ranks(2, _heard, [program.loop], program.plan(plan), threads=1, timeout_s=120)
+    said = str(ended.value) + capfd.readouterr().err
+    assert "rank 0 alone came to a read of values that ranks hold in parts (test_programs_in_step.py:" in said
+    assert "rank 1 came to torch.distributed." in said
+
+
 def test_ranks_that_part_are_warned_of_and_others_hear_nothing() -> None:
     loops = [_by_its_loss, _drawn, _usual]
     for by_loss, drawn, usual in run_ranks(2, _heard, loops, _program(_usual).plan("zero1"), threads=1, timeout_s=120):

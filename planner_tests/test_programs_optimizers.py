@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,6 +47,53 @@ def two_optimizers(net: nn.Module, opt: Any, batches: Any) -> State:
 
 def test_a_second_optimizer_updates_too() -> None:
     assert_as_alone(Program(model=chain, x=X, y=Y, optimizer=first_part, loop=two_optimizers), within=1e-9)
+
+
+class SharedOut(torch.optim.SGD):
+    """Shares out parameters over processes itself: each updates its own, and sends them to the others."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if not dist.is_initialized() or i % 2 == dist.get_rank():
+                p.sub_(p.grad / p.grad.norm(), alpha=0.1)
+            if dist.is_initialized():
+                dist.broadcast(p, i % 2)
+
+
+def shared_out(net: nn.Module) -> torch.optim.Optimizer:
+    return SharedOut(net.parameters())
+
+
+@pytest.mark.parametrize("plan", ["mixed", "zero1"])
+def test_an_optimizer_that_sends_parameters_itself_is_refused_where_a_rank_has_a_part_of_them(plan: str) -> None:
+    program = Program(model=chain, x=X, y=Y, optimizer=shared_out, loop=lambda *a: epochs(*a, cross_entropy))
+    for said in program.spread([plan])[plan]:
+        assert isinstance(said, str)
+        assert "SharedOut.step() calls torch.distributed.broadcast, and the plan has a rank update only" in said
+    assert_as_alone(program, ["ddp"])
+
+
+def by_turns(net: nn.Module, opt: torch.optim.Optimizer, batches: Any) -> State:
+    """Each rank updates parameters of its own in the loop, and sends them to the others."""
+    spread = dist.is_initialized()
+    for x, y in batches:
+        opt.zero_grad()
+        cross_entropy(net, x, y).backward()
+        with torch.no_grad():
+            for i, p in enumerate(net.parameters()):
+                if not spread or i % 2 == dist.get_rank():
+                    p.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+                if spread:
+                    dist.broadcast(p.data, i % 2)
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("plan", ["tensor", "fsdp"])
+def test_parameters_in_parts_that_ranks_update_by_turns_are_refused(plan: str) -> None:
+    for said in Program(model=chain, x=X, y=Y, loop=by_turns).spread([plan])[plan]:
+        assert isinstance(said, str)
+        assert "torch.distributed.broadcast of a tensor that ranks hold in parts, behind changes" in said
 
 
 def penalised(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import asa
-from asa.api.losses.program_text import becomes_a_shape, ends_a_loop
+from asa.api.losses.program_text import becomes_a_shape, decides
 from asa.launch import run_ranks
 from planner_tests.programs import Program, State, assert_as_alone, classes, distance, heard_of, numbers
 
@@ -92,16 +92,22 @@ def test_a_loop_goes_on_until_all_samples_of_all_ranks_have_ended(loop: Any, see
     assert_as_alone(program, ["ddp", "fsdp", "tensor", "mixed"])
 
 
-def test_tests_that_end_a_loop_are_told_from_others(tmp_path: Any) -> None:
+def test_tests_that_ranks_answer_together_are_told_from_others(tmp_path: Any) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "for x in xs:\n    if x.all():\n        break\n    if x.any():\n        y = 1\n"
         "while (a\n       and x.all()):\n    pass\nif x.all():\n    y = 2\n"
     )
-    assert [n for n in range(1, 11) if ends_a_loop(str(script), n)] == [2, 6, 7]
-    assert not ends_a_loop("<stdin>", 1)
+    assert [n for n in range(1, 11) if decides(str(script), n)] == [2, 6, 7]
+    assert not decides("<stdin>", 1)
+    script.write_text(
+        "for x in xs:\n    if not x.any():\n        continue\n    loss(x).backward()\n"
+        "def step(x):\n    if x.all():\n        return\n    if x.any():\n        loss(x).backward()\n"
+        "def other(x):\n    if x.all():\n        return\n"
+    )
+    assert [n for n in range(1, 13) if decides(str(script), n)] == [2, 6, 8]
     script.write_text("while x.all():\n    pass\n")
-    assert [n for n in range(1, 11) if ends_a_loop(str(script), n)] == [1], "as it is when it runs again"
+    assert [n for n in range(1, 11) if decides(str(script), n)] == [1], "as it is when it runs again"
 
 
 class Forecaster(nn.Module):

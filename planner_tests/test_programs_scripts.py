@@ -266,7 +266,7 @@ HEARD: dict[str, tuple[Program, str, str]] = {
     "answers": (_program(_answers), "ddp", "is of this rank's samples"),
     "behind backward": (_program(_behind), "ddp", "is of this rank's samples"),
     "for each sample": (
-        Program(model=_net, x=X, y=torch.arange(21), loop=_remembered), "ddp", "a number that differs between ranks",
+        Program(model=_net, x=X, y=torch.arange(21), loop=_remembered), "ddp", "a tensor [21, 4] beside the batch",
     ),
     "a hook": (_program(_kept_by_a_hook), "fsdp", "a forward hook on"),
     "a temperature": (_program(_contrasted, _Tempered), "ddp", "not a mean over samples"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.losses.bends import sides_of
+from asa.api.losses.bends import masks_by, sides_of
 from asa.api.losses.tape import MOST_BYTES
 from asa.api.losses.terms import denominator_of_sum
 from asa.api.losses.trial import tolerance
@@ -38,7 +38,8 @@ class JobLoss:
         self._counting: bool | None = None if weight is None else True
         self.tried = self._warned = self._reported = self._bent = False
         self._sides: set[tuple[int, ...]] = set()
-        """On which sides of its bends the loss was when it was compared."""
+        self._own_sides: set[tuple[int, ...]] = set()
+        """On which sides of its bends the loss was when it was compared: of all, and of those without masks."""
         self._epochs = self._steps = 0
         self._sum = 0.0
         self._recorded: list[tuple[Any, Any]] = []
@@ -56,7 +57,7 @@ class JobLoss:
         loss = self._loss_fn(output, labels)
         if not self.tried:
             self._recorded.append(pytree.tree_map(_detached, (output, labels)))
-        self._look_at_bends(loss, output)
+        self._look_at_bends(loss, output, labels)
         if self._weight == "sum":
             return loss / max(1, self.rows)
         denominator = self._denominator(loss, labels)
@@ -76,15 +77,21 @@ class JobLoss:
             return torch.nan_to_num(loss) * 0.0
         return loss if denominator == self.rows else loss * (denominator / max(1, self.rows))
 
-    def _look_at_bends(self, loss: Tensor, output: Any) -> None:
+    def _look_at_bends(self, loss: Tensor, output: Any, labels: Any) -> None:
         """Warn once if the loss bends a mean on another side than where it was compared."""
         if self._bent or not loss.requires_grad:
             return
-        sides = sides_of(loss, tensors_of(output))
+        outputs = tensors_of(output)
+        sides = sides_of(loss, outputs)
         if not self.tried:
             self._sides.add(sides)
+            self._own_sides.add(sides_of(loss, outputs, masks=False))
         elif sides not in self._sides:
-            self._bent = True
+            self._sides.add(sides)
+            own = sides_of(loss, outputs, masks=False)
+            # A weight that has become 0 or 1 by a schedule is no mask of the outputs.
+            self._bent = own not in self._own_sides or masks_by(copied(self._loss_fn), output, labels)
+        if self._bent:
             warnings.warn(
                 "the loss bends a mean (its absolute value, a clamp, the larger of two), and is now on another side of "
                 "the bend than in the steps in which it was compared: microbatches and ranks bend means of their own "

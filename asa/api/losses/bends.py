@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 _MOST = 4
 """Largest number of bends that are looked at: a loss that is put together sample by sample has more."""
@@ -75,6 +76,10 @@ _SIDES: dict[str, Callable[[Any], int]] = {
 """By the name of autograd's node, on which side of its bend the number is."""
 
 
+_DECIDED = ("MulBackward0", "WhereBackward0", "MaskedFillBackward0")
+"""Nodes whose side is a tensor beside the number, which may be one of the program's (a schedule)."""
+
+
 def bends(name: str) -> bool:
     """Whether autograd's node of this ``name`` may bend a number."""
     return name in _SIDES
@@ -94,8 +99,8 @@ def sides(nodes: Iterable[Any], below: Callable[[Any], Iterable[Any]]) -> tuple[
     return tuple(found) if len(found) <= _MOST else ()
 
 
-def sides_of(loss: Tensor, outputs: Iterable[Tensor]) -> tuple[int, ...]:
-    """:func:`sides` of a ``loss`` of ``outputs``."""
+def sides_of(loss: Tensor, outputs: Iterable[Tensor], *, masks: bool = True) -> tuple[int, ...]:
+    """:func:`sides` of a ``loss`` of ``outputs``; without ``masks``, only those that the number itself is on."""
     ends = {o.grad_fn for o in outputs}
 
     def below(node: Any) -> Iterable[Any]:
@@ -107,7 +112,39 @@ def sides_of(loss: Tensor, outputs: Iterable[Tensor]) -> tuple[int, ...]:
                 pending += [following for following, _ in one.next_functions]
 
     with torch._C.DisableTorchFunctionSubclass():
-        return sides((n for n in below(loss.grad_fn) if bends(n.name())), below)
+        nodes = (n for n in below(loss.grad_fn) if bends(n.name()) and (masks or n.name() not in _DECIDED))
+        return sides(nodes, below)
+
+
+def masks_by(loss_fn: Callable[[Any, Any], Tensor] | None, output: Any, labels: Any) -> bool:
+    """Whether ``loss_fn`` makes a single 0 or 1 of the ``output``, as ``loss > c`` is; True, too, if it fails on a copy
+    of that, or is None."""
+    if loss_fn is None:
+        return True
+    found = False
+
+    class OfOutput(Tensor):
+        """A tensor that is made of the output."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal found
+            with torch._C.DisableTorchFunctionSubclass():
+                made = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)]
+                found = found or any(t.numel() == 1 and not t.requires_grad and t in (0, 1) for t in made)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def marked(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad).as_subclass(OfOutput)
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            loss_fn(pytree.tree_map(marked, output), labels)
+    except Exception:  # whatever a program's own code raises
+        return True
+    return found
 
 
 def _of_one_sample(node: Any, below: Callable[[Any], Iterable[Any]]) -> bool:

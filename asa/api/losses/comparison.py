@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.losses.tape import ARITHMETIC, MOST_BYTES, Tape, is_batched, number_mappings
@@ -16,6 +17,9 @@ from asa.executor.model.votes import Votes
 _READ_OUT = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
 _DISTINCT = 1e-3
 """Least relative difference of two interpretations that are told apart."""
+_EITHER = 3
+"""Largest number of tensors from beside the batch of which each is tried with this rank's rows and with those of all.
+"""
 _ROUNDING = 1e-10
 """Difference by which an interpretation must be closer than a preferred one."""
 
@@ -26,7 +30,8 @@ class Difference:
 
     ``loss_parts``: mean of the ranks' losses, weighted by samples; ``loss_whole``: loss of the whole batch.
     ``gradients``, ``inputs``: largest relative distance of an output's gradient, and of an input of the model.
-    ``differing_number``: a number in the program that differs between ranks.
+    ``differing_number``: a number in the program that differs between ranks; ``differing_tensor``: which tensor beside
+    the batch does.
     ``repeated``: whether a tensor with one row per sample, not from the batch, is the same on every rank; ``stepped``:
     whether such a tensor was interpreted as continued from rank to rank.
     ``doubt``: why a difference may have been missed. ``unknown``: why nothing could be compared."""
@@ -36,6 +41,7 @@ class Difference:
     gradients: float = 0.0
     inputs: float = 0.0
     differing_number: float | None = None
+    differing_tensor: str = ""
     repeated: bool = False
     stepped: bool = False
     doubt: str = ""
@@ -48,10 +54,14 @@ class Comparison:
     def __init__(self, votes: Votes, tape: Tape, loss: Tensor, weight: float) -> None:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
         self._interpretations: list[tuple[dict[int, Tensor], bool, bool]] = []
-        self._repeated = self._stepped = self._counts = False
+        self._stepped = self._counts = False
+        self._repeated: set[int] = set()
+        """Positions of tensors from beside the batch, of unlike rows, that are the same on all ranks."""
         self._doubt = ""
         self._differing_value: float | None = None
         """Value on rank 0 of a tensor without rows that differs between ranks."""
+        self._differing_tensor = ""
+        """Which tensor from beside the batch differs between ranks."""
         self._same = False
         """Whether all ranks have the same samples, and none of the loader's: a batch that the loop drew itself."""
         self.unknown = self._prepare()
@@ -70,7 +80,7 @@ class Comparison:
             reason = "an output of the model is changed in place"
         leaves = [*tape.values, *tape.leaves]
         positions = [tape.index_of(t) for t in (*tape.outputs, *tape.leaves)]
-        batched = [is_batched(t, tape.rows) for t in leaves]
+        batched = [is_batched(t, tape.rows) and not isinstance(t, nn.Parameter) for t in leaves]
         size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * votes.num_ranks
         if not reason and size > MOST_BYTES:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
@@ -128,12 +138,12 @@ class Comparison:
                 elif beside and min(rows) > 1 and len({p.shape for p in parts}) == 1:
                     # Its length may be that of something else than samples (features, classes).
                     unlike[at] = plain
-                    if self._differing_value is None:
-                        self._differing_value = float(parts[0].double().abs().sum())
+                    if not self._differing_tensor or len(plain) != tape.rows:
+                        self._differing_tensor = tape.named(at)
                 if beside and len(parts) > 1:
                     stepped_tensor = _numbers_of_views(parts, [count for count in rows if count])
                     if stepped_tensor is None:
-                        stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
+                        stepped_tensor = self._by_index(at, parts, len(whole_tensors[at]), read_out=read_out)
                     whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
             else:
                 fixed[at] = plain
@@ -143,28 +153,36 @@ class Comparison:
                 if (
                     len(set(every)) > 1 and flat is not None and not from_loader
                 ):  # it may be this rank's number of samples
-                    self._differing_value = every[0]
                     differ = differ or at in for_loss
                     others_differ = others_differ or bool(tensor.dim())
-                    if not tensor.dim():
+                    if tensor.dim():
+                        self._differing_tensor = self._differing_tensor or tape.named(at)
+                    else:
+                        self._differing_value = every[0]
                         summed[at] = torch.full_like(plain, sum(v[0] for v in votes.gather([float(plain)])))
         base = fixed | whole_tensors
         readings = ((base | alike | summed, False), (base | summed, False), (base | alike, True), (base, True))
         self._interpretations = [
-            (r, others_differ or (assumes_local and bool(summed)), self._repeated and bool(i % 2))
+            (r, others_differ or (assumes_local and bool(summed)), bool(self._repeated) and bool(i % 2))
             for i, (r, assumes_local) in enumerate(readings)
             if (summed or i > 1) and (alike or i % 2)
         ]
-        if unlike:
-            self._interpretations += [(base | alike | unlike, True, False), (base | unlike, True, True)]
+        either = alike | unlike
+        each = chain.from_iterable(combinations(either, n) for n in range(len(either), 0, -1))
+        for own in each if len(either) <= _EITHER else dict.fromkeys((tuple(either), tuple(unlike))):
+            if own and {*own} != {*alike}:
+                local = others_differ or bool(summed) or not unlike.keys().isdisjoint(own)
+                kept = base | {k: either[k] for k in own}
+                self._interpretations.append((kept, local, not self._repeated.issubset(own)))
         self._rows = rows
         self._same = votes.everyone(distinct and not differ and self._differing_number is None)
         return ""
 
-    def _by_index(self, parts: list[Tensor], count: int, *, read_out: bool) -> Tensor | None:
+    def _by_index(self, at: int, parts: list[Tensor], count: int, *, read_out: bool) -> Tensor | None:
         """The whole tensor [count, ...] of ``parts``, one per rank, that were not made from the batch, if their values
-        depend on a sample's index in equal steps; otherwise None. Also records other findings about the tensor.
-        ``read_out``: whether it may have been made from numbers of the batch outside of torch."""
+        depend on a sample's index in equal steps; otherwise None. Also records other findings about the tensor, which
+        is ``at`` this position. ``read_out``: whether it may have been made from numbers of the batch outside of
+        torch."""
         longest = max(parts, key=len)
         fewest = min(map(len, parts))
         if not all(p.shape[1:] == longest.shape[1:] and torch.equal(p, longest[: len(p)]) for p in parts):
@@ -186,7 +204,7 @@ class Comparison:
             self._stepped = self._stepped or bool((longest[0] != 0).any()) or bool(step != 1)
             numbers = torch.arange(count, dtype=longest.dtype).view(-1, *(1,) * (longest.dim() - 1))
             return longest[:1] + step * numbers
-        self._repeated = True
+        self._repeated.add(at)
         return None
 
     def _find_differing_number(self, rows: list[float]) -> float | None:
@@ -281,7 +299,8 @@ class Comparison:
         readings = self._whole_batch_results()
         count = int(min(v[0] for v in votes.gather([float(len(readings))])))
         if not count:
-            return Difference(unknown="it cannot be done again with a whole batch")
+            which = f", and {self._differing_tensor} differs between ranks" if self._differing_tensor else ""
+            return Difference(unknown=f"it cannot be done again with a whole batch{which}")
         by_grown: dict[int, float] = {}
         chosen = 0
         for value, rows, pairs, assumes_local, repeated, reading in readings[:count]:
@@ -294,13 +313,14 @@ class Comparison:
                 )
                 for actual, expected in zip(received, rows, strict=True)
             ]
-            number = self._differing_number
+            number, named = self._differing_number, ""
             if number is None and assumes_local:
-                number = self._differing_value
+                named = self._differing_tensor
+                number = None if named else self._differing_value
             candidate = Difference(
                 loss_parts=parts, loss_whole=value, gradients=self._relative_distance(gradients),
                 inputs=self._relative_distance([(t, expected) for expected, t in pairs]),
-                differing_number=number, repeated=repeated,
+                differing_number=number, differing_tensor=named, repeated=repeated,
             )  # fmt: skip
             by_grown[reading] = min(candidate.gradients, by_grown.get(reading, candidate.gradients))
             if (
@@ -311,7 +331,8 @@ class Comparison:
         assert best is not None
         if best.loss_parts != best.loss_parts and best.loss_whole != best.loss_whole:
             return Difference(unknown="it is no number")
-        if self._counts and chosen == 0 and by_grown.get(1, 0.0) > best.gradients + _DISTINCT:
+        kept = chosen == 1 and 0 not in by_grown and self._keeps_count()
+        if kept or (self._counts and chosen == 0 and by_grown.get(1, 0.0) > best.gradients + _DISTINCT):
             self._doubt = self._doubt or (
                 f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
                 "which one device has more"
@@ -321,6 +342,14 @@ class Comparison:
                 "every rank has one sample, and a number 1 that it is computed with may be that of samples or not"
             )
         return replace(best, stepped=self._stepped, doubt=self._doubt)
+
+    def _keeps_count(self) -> bool:
+        """Whether the program computes with the number of this rank's samples, but asks for no size: one of its own, as
+        in ``x.split(2)``, of which one device has more pieces."""
+        tape = self._tape
+        operations = tape.needed([self._loss, *tape.model_inputs])[0]
+        numbers = (n for _, *given, _ in operations for n in pytree.tree_leaves(given))
+        return not tape.size_read and any(type(n) is int and n == tape.rows for n in numbers)
 
     def _relative_distance(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative distance of all ranks' tensors from the desired ones (collective)."""

@@ -1,5 +1,5 @@
-"""What the text of a program says of a place where it reads a value: whether a loop goes on by it, or whether it only
-makes a shape of it."""
+"""What the text of a program says of a place where it reads a value: whether it decides by it if a loop goes on or a
+backward is made, or only makes a shape of it."""
 
 from __future__ import annotations
 
@@ -40,21 +40,38 @@ def _tree(file: str, _version: object) -> ast.AST:
 
 
 @cache
-def _loop_tests(file: str, version: object) -> frozenset[int]:
-    """The lines that say whether a loop goes on: tests of ``while``, and of an ``if`` behind which it is left."""
-    lines: set[int] = set()
+def _decisions(file: str, version: object) -> frozenset[int]:
+    """The lines that say whether a loop goes on, or a backward is made: tests of ``while``, and of an ``if`` behind
+    which a loop is left, or that holds a backward, or passes over one."""
+    tests: list[ast.expr] = []
     for node in ast.walk(_tree(file, version)):
-        if isinstance(node, ast.While | ast.For):
-            ifs = (n for n in ast.walk(node) if isinstance(n, ast.If))
-            tests = [n.test for n in ifs if any(isinstance(s, ast.Break | ast.Return) for s in n.body)]
-            tests += [node.test] if isinstance(node, ast.While) else []
-            lines.update(line for t in tests for line in range(t.lineno, (t.end_lineno or t.lineno) + 1))
-    return frozenset(lines)
+        if isinstance(node, ast.While):
+            tests.append(node.test)
+        if isinstance(node, ast.If):
+            loop, function = _around(node, ast.While | ast.For), _around(node, ast.FunctionDef)
+            ends = loop is not None and any(isinstance(s, ast.Break | ast.Return) for s in node.body)
+            over = {ast.Continue: loop, ast.Return: function}
+            passes = any(_learns(over.get(type(s))) for s in node.body)
+            tests += [node.test] if ends or passes or _learns(node) else []
+    return frozenset(line for t in tests for line in range(t.lineno, (t.end_lineno or t.lineno) + 1))
 
 
-def ends_a_loop(file: str, line: int) -> bool:
-    """Whether ``line`` of a program decides by a test whether a loop goes on."""
-    return line in _loop_tests(file, _now(file))
+def _around(node: Any, kinds: Any) -> ast.AST | None:
+    """The nearest of these ``kinds`` that ``node`` is in."""
+    while node is not None and not isinstance(node, kinds):
+        node = getattr(node, "above", None)
+    return node  # type: ignore[no-any-return]
+
+
+def _learns(node: ast.AST | None) -> bool:
+    """Whether there is a backward in ``node``."""
+    calls = (n.func for n in (ast.walk(node) if node is not None else ()) if isinstance(n, ast.Call))
+    return any(isinstance(called, ast.Attribute) and called.attr == "backward" for called in calls)
+
+
+def decides(file: str, line: int) -> bool:
+    """Whether ``line`` of a program decides by a test whether a loop goes on, or whether a backward is made."""
+    return line in _decisions(file, _now(file))
 
 
 @cache

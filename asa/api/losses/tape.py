@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from asa.api.losses.program_text import becomes_a_shape, cut_by, ends_a_loop
+from asa.api.losses.program_text import becomes_a_shape, cut_by, decides
 from asa.api.patching import replace_once
 from asa.api.tensors.numbers import refuse_by_shards, run_plain
-from asa.errors import AsaError, UsageError, place_of
+from asa.errors import AsaError, UsageError, place_of, place_of_call
 from asa.sharding.split.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
 from asa.tracing.whole import tensors_of
@@ -45,6 +45,8 @@ class Readings:
     """What all ranks come to, from this rank's answer, and whether all or any of the samples are meant."""
     said: bool = False
     written: bool = False
+    deciding: bool = False
+    """Whether the program has asked for an answer of all samples."""
 
     def note(self) -> None:
         """A number is read out."""
@@ -89,6 +91,8 @@ class Tape:
     of_batch: set[int] = field(default_factory=set)
     """Positions of leaves that come from the loader, or are outputs without gradients: rank by rank they are the whole
     batch's."""
+    places: dict[int, str] = field(default_factory=dict)
+    """By the positions of other leaves, where in the program they came in."""
     model_inputs: list[Tensor] = field(default_factory=list)
     """Tensors made from the batch and passed to the model."""
     positions: dict[int, int] = field(default_factory=dict)
@@ -246,7 +250,7 @@ class Tape:
         self.problem = why
         for entries in (
             self.operations, self.leaves, self.versions, self.outputs, self.values, self.changed, self.model_inputs,
-            self.tensors, self.positions, self.received, self.single_samples, self.picked,
+            self.tensors, self.positions, self.places, self.received, self.single_samples, self.picked,
         ):  # fmt: skip
             entries.clear()  # type: ignore[attr-defined]
 
@@ -261,8 +265,13 @@ class Tape:
         if id(leaf) not in self.positions:
             if isinstance(leaf, Watched) and not leaf.tape.problem and (not leaf.tape.closed or leaf.requires_grad):
                 self.problem = "part of it is computed where it cannot be followed"
+            self.places[len(self.tensors)] = place_of_call()
             self._leaf(leaf)
         return TapeRef(self.positions[id(leaf)])
+
+    def named(self, position: int) -> str:
+        """Words for a leaf from beside the batch."""
+        return f"a tensor {list(self.tensors[position].shape)} beside the batch{self.places.get(position, '')}"
 
     def replay(
         self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool = False
@@ -381,12 +390,24 @@ class Tape:
         )
 
     def over_samples(self, tensor: Tensor) -> str:
-        """``all`` or ``any``, if ``tensor`` is the answer of this method over a whole tensor; otherwise empty."""
-        index = self.positions.get(id(tensor), -1)
+        """``all`` or ``any``, if ``tensor`` is the answer of this method over a whole tensor, or is how many of a mask
+        are true compared with 0; otherwise empty."""
+        name, args = self._made_by(self.positions.get(id(tensor), -1))
+        if name in ("all", "any"):
+            return name if len(args) == 1 else ""
+        if len(args) != 2 or args[1] != 0 or not isinstance(args[0], TapeRef):
+            return ""
+        counted = self._made_by(args[0].index)
+        mask = self.tensors[counted[1][0].index] if counted[0] == "sum" and len(counted[1]) == 1 else None
+        of_mask = mask is not None and mask.dtype is torch.bool
+        return {"gt": "any", "ne": "any", "eq": "all"}.get(name.strip("_"), "") if of_mask else ""
+
+    def _made_by(self, index: int) -> tuple[str, Any]:
+        """The name of the function of which the tensor at position ``index`` is the result, and its arguments; empty
+        with options."""
         found = (o for o in reversed(self.operations) if isinstance(o[3], TapeRef) and o[3].index == index)
         function, args, options, _ = next(found, ("", (), {}, None))
-        name = getattr(function, "__name__", "")
-        return name if name in ("all", "any") and len(args) == 1 and not options else ""
+        return ("", ()) if options else (getattr(function, "__name__", ""), args)
 
     def of_all_ranks(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was computed from what ``asa.reduce`` or ``asa.gather`` returned."""
@@ -506,8 +527,9 @@ class Watched(Tensor):
                 each.cuts_kept = each.cuts_kept or (isinstance(cut, Tensor) and not own)
         if tape is None:
             return _kept(result, args, options)
-        if tape.problem:
-            return _unwatched(result, args, options)
+        if tape.problem:  # what all ranks decide by is known nevertheless
+            masks = tape.readings is not None and tape.readings.deciding and _is_mask(result)
+            return tape.note(func, args, options, result) if masks else _unwatched(result, args, options)
         if func is Tensor.register_hook:
             tape.problem = "a hook changes gradients before they reach the model"
         splits_samples = _sample_by_sample(func, args, tape.rows, result)
@@ -537,10 +559,10 @@ class Watched(Tensor):
         return self.as_subclass(Tensor)
 
     def _decided(self, frame: Any) -> bool | None:
-        """The answer of all ranks, if a loop goes on or ends by that of this tensor; otherwise None."""
+        """The answer of all ranks, if a loop goes on or a backward is made by that of this tensor; otherwise None."""
         tape = getattr(self, "tape", None)
         over = "" if tape is None or tape.closed or tape.readings is None or self.dim() else tape.over_samples(self)
-        if not over or not ends_a_loop(frame.f_code.co_filename, frame.f_lineno):
+        if not over or not decides(frame.f_code.co_filename, frame.f_lineno):
             return None
         return tape.readings.decide(bool(self.as_subclass(Tensor)), over == "all")  # type: ignore[union-attr]
 
@@ -659,6 +681,10 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
         return False
     key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
     return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
+
+
+def _is_mask(result: Any) -> bool:
+    return isinstance(result, Tensor) and not result.requires_grad and (result.dtype is torch.bool or not result.dim())
 
 
 def as_plain(leaf: Any) -> Any:

@@ -55,8 +55,6 @@ class Trial:
         self._cut_at = 0
         """Number of samples of the first batch by which a tensor from beside it was cut."""
         self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written, self._decide)
-        self._decides = False
-        """Whether a loop goes on by an answer of all samples: then batches are recorded for ever."""
         self._given = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
@@ -88,8 +86,9 @@ class Trial:
 
     @property
     def watching(self) -> bool:
-        """Whether the next backward is checked."""
-        return self._decides or ((self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED)
+        """Whether the next backward is checked. Batches are recorded for ever if the program decides by all samples."""
+        looks = (self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED
+        return looks or self._readings.deciding
 
     def epoch_began(self) -> None:
         """Check again, because a program may have another loss in another epoch."""
@@ -215,7 +214,8 @@ class Trial:
             compared = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
             if repeated:
                 compared = replace(compared, unknown="", doubt="")
-            if self._report(compared, loss.dtype, model, rounding_of(tape.outputs)):
+            told = self._report(compared, loss.dtype, model, rounding_of(tape.outputs))
+            if told and (not compared.unknown or self._occurrences[forms] >= _TIMES):  # the cause may show later
                 self._reported_forms.add(forms)
         self._stop_if_finished()
 
@@ -276,7 +276,7 @@ class Trial:
         model = self._model()
         if model is None or model.in_step is None:
             return value
-        self._decides = True
+        self._readings.deciding = True
         answers = [answer > 0 for (answer,) in model.in_step.figures(DECISION, [float(value)])]
         return all(answers) if every else any(answers)
 
@@ -375,6 +375,12 @@ def sentences(difference: Difference, dtype: torch.dtype, rounding: float = 0.0)
             f"a number that differs between ranks ({difference.differing_number:.6g} on rank 0) goes into the loss or "
             "the inputs: one that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn "
             "is a rank's own; asa.reduce makes it that of the batch"
+        )
+    if difference.differing_tensor:
+        lines.append(
+            f"{difference.differing_tensor} differs between ranks, and goes into the loss or the inputs: it is made of "
+            "a rank's own samples (counts, a queue), or drawn, and one device has one of all; make it of asa.reduce(x) "
+            "or asa.gather(x), or draw it with one seed on all ranks"
         )
     if difference.repeated or (difference.stepped and differs):
         lines.append(

@@ -34,11 +34,11 @@ from asa.api.rank_context import meet_by
 from asa.errors import UsageError, WorkersFailedError, place_of_call
 from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
-from asa.sharding.collectives.reads import READ, kept_in_step
+from asa.sharding.collectives.reads import OF_PROGRAM, READ, kept_in_step
 from asa.sharding.split.of_rank import operands
 
 _LOOKS = 3
-"""Number of batches of an epoch after which weights are compared, too."""
+"""Number of batches of an epoch after which weights are compared, too, and of first updates before which ranks meet."""
 _ELEMENTS = 64
 """Number of elements of each parameter that are compared."""
 _COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
@@ -53,8 +53,9 @@ _FIGURES = 4
 """Largest number of figures in an exchange."""
 _STOPPED, _END = "no pass any more", "the end of the batch"
 OTHER_ROWS = "a call of the model with other samples than the loader's"
-DECISION = "a test by which a loop goes on"
-_PASSES = (FORWARD, BACKWARD, UPDATE, OTHER_ROWS, DECISION, _END)
+DECISION = "a test by which a loop goes on or makes a backward"
+BEGINNING = "the beginning of an update"
+_PASSES = (FORWARD, BACKWARD, UPDATE, OTHER_ROWS, DECISION, BEGINNING, _END)
 """What a training loop comes to. Ranks come alone to what is none of these by a condition on their number."""
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
@@ -132,6 +133,8 @@ class InStep:
         self._graded: list[tuple[nn.Parameter, Callable[[], Tensor | None], int]] = []
         self._written: list[Tensor] = []
         """Sizes of gradients that the loop wrote since they were compared last."""
+        self._met = 0
+        """Number of updates before which ranks met: where they have parted so far, none is made."""
         self._counted: WeakSet[Optimizer] = WeakSet()
         self._others: WeakSet[Optimizer] = WeakSet()
         """Optimizers that made steps, and are of no distributed model."""
@@ -159,6 +162,9 @@ class InStep:
     @torch.no_grad()
     def _updating(self, *_: Any) -> None:
         """Note gradients that were written since the backward."""
+        if self._met < _LOOKS:
+            self._met += 1
+            self.meet(BEGINNING)
         now = [(p, *_version(p)) for p, *_ in self._graded]
         changed = [
             p.grad
@@ -175,8 +181,8 @@ class InStep:
 
     @contextlib.contextmanager
     def together(self, kind: str) -> Iterator[None]:
-        """Context around a forward or backward (``kind``) in which ranks wait for one another. A read within another
-        pass is counted, and the position stays that of the other.
+        """Context around a forward or backward (``kind``) in which ranks wait for one another. A read, or a collective
+        of the program, within another pass is counted, and the position stays that of the other.
 
         Raises:
             UsageError: ranks parted. WorkersFailedError: another rank is gone.
@@ -185,7 +191,7 @@ class InStep:
         self.backwards += kind == BACKWARD
         place = "" if kind in _PASSES else place_of_call()
         self._passes.append((kind, place))
-        if kind == READ and self._since is not None:
+        if self._since is not None and (kind == READ or kind.startswith(OF_PROGRAM)):
             yield
             return
         self._kind, self._since = kind, time.monotonic()
@@ -343,7 +349,8 @@ class InStep:
         """Reset the counts for another program (on all ranks)."""
         self._warned.clear()
         operands.figure()  # of what another program did last
-        self._trusted, self.derived, self.single, self.singly = 0, False, False, False
+        operands.written = 0
+        self._met, self._trusted, self.derived, self.single, self.singly = 0, 0, False, False, False
         self._graded, self._written = [], []
         if self._stopped:
             self._stopped = False
@@ -364,7 +371,7 @@ class InStep:
             else:
                 # No rank leaves an exchange of figures before all have joined it, so a rank that is ahead was in
                 # another pass.
-                ahead = self._kind not in (FORWARD, BACKWARD, UPDATE, READ) and number > self.shared
+                ahead = _meets(self._kind) and number > self.shared
                 in_conflict = ahead or (number == self.shared and kind != self._kind)
                 doing = f"is in {self._kind}"
             if in_conflict:
@@ -382,8 +389,8 @@ class InStep:
         for own, other in zip_longest(mine, theirs, fillvalue=(_END, "")):
             if own[0] != other[0]:
                 pair = (self.rank, *own), (rank, *other)
-                (reader, kind, place), (left, instead, _) = pair if own[0] not in _PASSES else pair[::-1]
-                if kind in _PASSES:
+                (reader, kind, place), (left, instead, _) = pair[::-1] if _usual(own[0]) else pair
+                if _usual(kind):
                     return ""
                 return f"rank {reader} alone came to {kind}{place}, where rank {left} came to {instead}: {ALONE}"
         return ""
@@ -444,6 +451,16 @@ def in_step(timeout_s: float) -> InStep:
 def number_of(settings: object) -> int:
     """A number for plain ``settings`` that is equal in all processes, unlike ``hash`` of None and of text."""
     return zlib.crc32(repr(settings).encode())
+
+
+def _usual(kind: str) -> bool:
+    """Whether a program comes to this ``kind`` of pass on all ranks, unless it takes another way on some."""
+    return kind in _PASSES or kind.startswith(OF_PROGRAM)
+
+
+def _meets(kind: str) -> bool:
+    """Whether no rank leaves a pass of this ``kind`` before all have come."""
+    return kind not in (FORWARD, BACKWARD, UPDATE, READ) and not kind.startswith(OF_PROGRAM)
 
 
 def _version(p: nn.Parameter) -> tuple[Callable[[], Tensor | None], int]:

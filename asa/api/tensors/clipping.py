@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from asa.api.patching import replace_once
+from asa.api.tensors.collectives import over_processes
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import local_tensors
-from asa.sharding.collectives.reads import reading
 from asa.sharding.split import held_of
 from asa.sharding.split.local_parts import local
 from asa.sharding.split.wire import gathered
@@ -51,10 +51,9 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
         else:  # several ranks hold the same part: each adds its share
             total += own_part.double().abs().pow(norm_type).sum().cpu() * parts / layout.width
     if model.plan.num_ranks > 1:
-        sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()]).to(model.device)
-        with reading():
-            dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
-        total, nan_flag = sums.cpu()  # NaN is sent as a flag: a maximum over ranks may ignore it
+        sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()])
+        sums = over_processes(model, sums, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
+        total, nan_flag = sums  # NaN is sent as a flag: a maximum over ranks may ignore it
         total = total.masked_fill(nan_flag > 0, math.nan)
     return total if most else total.pow(1 / norm_type)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from asa.api.tensors.numbers import run_plain
 from asa.errors import UsageError
+from asa.executor.model.parameter_memory import span
+from asa.sharding.split.local_parts import local
 from asa.sharding.split.of_rank import writes
 
 _KNOWN = {
@@ -94,13 +96,22 @@ def retire(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
     """Refuse every further use of the parameters ``before``, by name, for which the model has others ``now``."""
     live = {id(p) for p in now.values()}
     gone = [p for name, p in before.items() if name in now and id(p) not in live]
-    memory = {_memory(p) for p in gone if type(p) is nn.Parameter} - {_memory(p) for p in now.values()} - {0}
-    for t in gc.get_objects() if memory else ():
-        if type(t) is Tensor and _memory(t) in memory:
+    used = [span(p) for p in map(local, now.values()) if _memory(p) and p.numel()]
+    left = [(_memory(p), span(p)) for p in gone if type(p) is nn.Parameter and _memory(p) and p.numel()]
+    # A program may keep parameters in one memory, of which some are still the model's.
+    left = [(memory, place) for memory, place in left if not any(_overlap(place, other) for other in used)]
+    memories = {memory for memory, _ in left}
+    for t in gc.get_objects() if left else ():
+        near = type(t) is Tensor and _memory(t) in memories and t.numel()
+        if near and any(_overlap(span(t), place) for _, place in left):
             t.__class__ = RetiredMemory
     for p in gone:
         with contextlib.suppress(TypeError):  # shards of torch's have a layout of their own
             p.__class__ = RetiredParameter
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _memory(t: Tensor) -> int:

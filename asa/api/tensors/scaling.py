@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from asa.api.patching import replace_once
+from asa.api.tensors.collectives import over_processes
 from asa.executor.model.parallel import ParallelModel
-from asa.sharding.collectives.reads import reading
 
 _sharded: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
 """Optimizers over shards of a model."""
@@ -40,8 +40,6 @@ def _unscaled(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[.
         worst = torch.zeros(1, dtype=torch.float32, device=model.device)
         for value in overflows.values():
             worst = torch.maximum(worst, value.detach().view(1).to(worst))
-        with reading():
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return {model.device: worst.view(())}
+        return {model.device: over_processes(model, worst, dist.ReduceOp.MAX).view(())}
 
     return unscale

@@ -218,6 +218,12 @@ class ParallelModel:
         return self._groups.axis("state", all_ranks(self.plan))
 
     @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The plan's own group of all processes, on the host; None if not each of them runs a rank of the plan."""
+        all_run = self._groups is not None and len(self.processes) == dist.get_world_size()
+        return self._groups.axis("state", all_ranks(self.plan)).group if self._groups is not None and all_run else None
+
+    @property
     def tensor_axes(self) -> list[Axis]:
         """The tensor axis of every component."""
         return [self.axis("activation", layout.tensor_group(self.position.place)) for layout in self.layouts]

@@ -17,13 +17,14 @@ def in_one_memory(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[str, 
     """Names of two parameters that overlap in memory, so that an update of one changes the other; None if there are
     none."""
     by_id = {id(p): (name, p) for name, p in parameters if p.numel() and not p.is_meta and type(p) is nn.Parameter}
-    spans = sorted((p.data_ptr(), _end(p), name) for name, p in by_id.values())
+    spans = sorted((*span(p), name) for name, p in by_id.values())
     return next(((a, b) for (_, end, a), (start, _, b) in pairwise(spans) if start < end), None)
 
 
-def _end(p: Tensor) -> int:
+def span(p: Tensor) -> tuple[int, int]:
+    """The addresses at which the memory of ``p``, which has elements, begins and ends."""
     last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-    return p.data_ptr() + (last + 1) * p.element_size()
+    return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()
 
 
 def check_memory(plan: Plan, traced: TracedModel) -> None:

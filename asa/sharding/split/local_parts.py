@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from asa.errors import UsageError
 from asa.sharding.split import TensorPart, held_of
+
+_OPTIMIZERS = inspect.getfile(Optimizer)
+"""The file of what torch runs an optimizer's step in."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -41,6 +46,18 @@ def as_held(parameter: Tensor, value: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+_entered: list[_Parts] = []
+"""The optimizer's step over parts that runs now; the last one if that ended with an exception."""
+
+
+def stepping() -> Optimizer | None:
+    """The optimizer whose own step runs now over this rank's parts; None if none does."""
+    frame = sys._getframe() if _entered else None
+    while frame is not None and frame.f_code.co_filename != _OPTIMIZERS:
+        frame = frame.f_back
+    return None if frame is None else _entered[0].optimizer
+
+
 class _Parts:
     """Local parts of the parameters of ``optimizer``.
 
@@ -50,12 +67,12 @@ class _Parts:
     """
 
     def __init__(self, optimizer: Optimizer, elsewhere: frozenset[int]) -> None:
-        self._optimizer, self._elsewhere = optimizer, elsewhere
+        self.optimizer, self._elsewhere = optimizer, elsewhere
         self._outside: tuple[defaultdict[Tensor, Any], list[list[Tensor]], list[tuple[Tensor, Tensor]]] | None = None
 
     @torch.no_grad()
     def enter(self) -> None:
-        groups, outer = self._optimizer.param_groups, self._optimizer.state
+        groups, outer = self.optimizer.param_groups, self.optimizer.state
         inner: defaultdict[Tensor, Any] = defaultdict(dict)
         pairs: list[tuple[Tensor, Tensor]] = []
         self._outside = outer, [group["params"] for group in groups], pairs
@@ -74,22 +91,24 @@ class _Parts:
                     state = outer[p]
                     inner[part] = state if part is p else {k: local(v) if _tensor(v) else v for k, v in state.items()}
             group["params"] = parts
-        self._optimizer.state = inner
+        self.optimizer.state = inner
+        _entered[:] = [self]
 
     @torch.no_grad()
     def leave(self) -> None:
         if self._outside is None:
             return
-        inner = self._optimizer.state
+        _entered.clear()
+        inner = self.optimizer.state
         outer, lists, pairs = self._outside
         for p, part in pairs:
             if part is not held_of(p):
                 part.grad = None
             if part in inner:
                 outer[p] = _outwards(p, part, outer.get(p, {}), inner[part])
-        for group, parameters in zip(self._optimizer.param_groups, lists, strict=True):
+        for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
-        self._optimizer.state, self._outside = outer, None
+        self.optimizer.state, self._outside = outer, None
 
     def before(self, _optimizer: Optimizer, args: Any, options: dict[str, Any]) -> Any:
         """Enter before a step; a closure, which computes gradients, runs outside."""
