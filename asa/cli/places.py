@@ -339,7 +339,7 @@ def newest_runs() -> list[Path]:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Those of ``paths`` that exist, by the time of their last change."""
+    """The existing files among ``paths``, by the time of their last change."""
     return sorted((p for p in paths if p.exists()), key=lambda p: p.stat().st_mtime, reverse=True)
 
 
