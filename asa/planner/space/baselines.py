@@ -36,7 +36,7 @@ _DATA: dict[str, DataStrategyName] = {
     "hsdp": "hsdp",
 }
 _PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
-_LATER = ("interleaved", "zero_bubble")
+_LATER = ("interleaved", "zero_bubble", "zbv", "v_half")
 AGAIN = "+ckpt"
 """Suffix of a whole strategy in which every component that can recomputes its activations."""
 _AGAIN = ("ddp", "fsdp", "tensor")
