@@ -255,7 +255,7 @@ class ModelInterface(LearningModel):
         return whole
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a file of the plain model with the weights of now (``torch.save(model, f)``). Collective like a copy."""
+        """How to make the plain model with the weights of now from a file (``torch.save(model, f)``). Collective."""
         if self.parallel is None:
             return super().__reduce_ex__(protocol)
         return attributes.itself, (copy.deepcopy(self),)
