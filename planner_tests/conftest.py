@@ -8,9 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-import huge_pages
 import pytest
 
 # Before torch is imported by whichever test comes first, and without importing it here.
@@ -41,34 +39,17 @@ LONGEST = (
 )  # fmt: skip
 """Files that take long, so that no process is left alone with one of them at the end. Those whose tests wait are among
 those that compute."""
-WITHOUT_BYTECODE = sys.dont_write_bytecode
-MANY = 100
-"""Tests that fork so many ranks that it is worth a quarter of a second."""
 _PLACES = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Processes that collect all files begin at different ones, and find what the others have compiled meanwhile, also
-    where Python was told to store nothing."""
-    told = getattr(config, "workerinput", None)
-    if told is not None and config.args == config.getini("testpaths"):
-        sys.dont_write_bytecode = False
-        files = sorted(map(str, Path(__file__).parent.glob("test_*.py")))
-        first = len(files) * int(told["workerid"].removeprefix("gw")) // told["workercount"]
-        config.args[:] = files[first:] + files[:first]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, in that order, the others by name."""
-    items.sort(key=lambda item: (_PLACES.get(item.path.name, len(_PLACES)), item.path))
+    """Long files first, in that order, the others as they were."""
+    items.sort(key=lambda item: _PLACES.get(item.path.name, len(_PLACES)))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: not looked through for garbage again and again, and copied to thousands of ranks."""
+def pytest_collection_finish() -> None:
+    """What was imported stays: not looked through for garbage again and again."""
     gc.freeze()
-    sys.dont_write_bytecode = WITHOUT_BYTECODE
-    if len(session.items) > MANY:
-        huge_pages.collapse()
 
 
 @pytest.fixture(autouse=True)
