@@ -4,7 +4,6 @@ two models in one loop, copies, compiled modules. Either it is as on one device,
 from __future__ import annotations
 
 import math
-import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -226,7 +225,6 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Step, str]] = {
     "hook, zero3": ("zero3", hook_early, plain_step, "second.weight has a hook on its gradient"),
     "hook, afterwards": ("zero3", small, hook_late, "would never run"),
     "accumulated": ("ddp", hook_accumulated, plain_step, "second.weight has a hook that runs when"),
-    "pickled": ("zero3", small, lambda net, *_: pickle.dumps(net), "save model.state_dict"),
 }
 
 

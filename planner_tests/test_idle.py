@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,7 @@ def test_an_idle_process_measures_its_speed_while_others_train(tmp_path: Path, m
     """Not one that trains, not in a window that is shorter than the measurement, and not before any change of plan."""
     now = [0.0]
     monkeypatch.setattr(planned, "measure_idle", lambda device: 123.0)
-    monkeypatch.setattr(planned, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(planned, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter))
     first = training.plan("logistic", ranks=2)
 
     def body(rank: int) -> list[bool]:

@@ -18,9 +18,9 @@ from asa.sharding.gradients import replicated as page
 def test_weights_are_sent_unless_they_are_known_to_be_equal(monkeypatch: pytest.MonkeyPatch, alike: bool) -> None:
     sent: list[int] = []
     group: Any = dist.ProcessGroup(0, 2)
-    monkeypatch.setattr(page.direct, "broadcast", lambda flat, **_: sent.append(flat.numel()))
+    monkeypatch.setattr(page.direct, "broadcast", lambda flat, **_: sent.append(flat.nbytes))
     page.replicated(nn.Linear(2, 2), Axis(size=2, index=0, group=group, alike=alike))
-    assert sent == ([] if alike else [6])
+    assert sent == ([] if alike else [4 * 6])
 
 
 def test_a_sum_of_negative_zeros_is_one_however_many_there_are() -> None:
