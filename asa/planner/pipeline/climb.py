@@ -270,8 +270,15 @@ def first_plans(
             optima[optimum] = climber.seconds(optimum)
             best_s = min(best_s, optima[optimum])
     plans = [climber.candidate(x) for x in sorted(optima, key=optima.__getitem__)[:_BEST]]
-    return [x for x in plans if prices.fits(x) and all(w in prices.space.ways(
-        i, w.layout.width, x.num_microbatches, allowed) for i, w in enumerate(x.ways))]  # fmt: skip
+    return [x for x in plans if _is_possible(prices, x, allowed)]
+
+
+def _is_possible(prices: Prices, x: Candidate, allowed: Allowed) -> bool:
+    """Whether a plan fits, and all its ways are in the space."""
+    ways = enumerate(x.ways)
+    return prices.fits(x) and all(
+        w in prices.space.ways(i, w.layout.width, x.num_microbatches, allowed) for i, w in ways
+    )
 
 
 def mixed_plan(prices: Prices, allowed: Allowed, known: Candidate, ends: float) -> Candidate | None:
@@ -287,4 +294,4 @@ def mixed_plan(prices: Prices, allowed: Allowed, known: Candidate, ends: float) 
             if climber.seconds(x) < best_s:
                 best, best_s = x, climber.seconds(x)
     plan = None if best is None else climber.candidate(best)
-    return plan if plan is not None and prices.fits(plan) else None
+    return plan if plan is not None and _is_possible(prices, plan, allowed) else None
