@@ -270,8 +270,8 @@ class Surveyor:
             if needed > self.free_bytes:
                 self._leave_out(f"microbatch {size}: needs {needed / GIB:.1f} GiB, {self.free_bytes / GIB:.1f} free")
             elif seconds > _OVER * self.time_s:
-                least = f"it and smaller ones would take {seconds:.0f} s, {self.time_s:.0f} s are left"
-                self._leave_out(f"microbatch {size}: {least}")
+                said = f"it and smaller ones would take {seconds:.0f} s, {self.time_s:.0f} s are left"
+                self._leave_out(f"microbatch {size}: {said}")
             else:
                 continue
             possible.remove(size)
