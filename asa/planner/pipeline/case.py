@@ -27,6 +27,9 @@ from asa.planner.stage.problem import Choice
 
 _PLACE_S = 7e-8
 """CPU seconds of a frame for each stage (start x stop) at each offset."""
+_ALIKE, _WITHOUT = 0.998, 0.2
+"""Share of the first bound with the memory limit that the one without it has where memory hardly binds; and, elsewhere,
+the most work without the limit as a share of that with it."""
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
@@ -57,6 +60,12 @@ class Case(ABC):
         self._usable = {(w, r): every for w in self.widths for r in each}
         self.stuck = False
         self._tight = False
+        self.priced = 0.0
+        """The first bound of this case in ms, by prices of memory."""
+        self._unlimited: Case | None = None
+        """The same plans without the memory limit, whose bound holds for this case, too."""
+        self._with_s = self._without_s = 0.0
+        """Seconds of work with the memory limit, and without it."""
 
     @property
     def bound(self) -> float:
@@ -90,10 +99,33 @@ class Case(ABC):
                 self._by_prices(best, ends)
             except OutOfTimeError:
                 return
-        else:
+        elif not self._without_limit(best, ends):
+            began = clock.now()
             with suppress(OutOfTimeError):
                 self._by_plans(best, ends)
+            self._with_s += clock.now() - began
         self.level += 1
+
+    def _without_limit(self, best: float, ends: float) -> bool:
+        """Whether a step was done without the memory limit. Such steps take less time. Where prices of memory hardly
+        raise the first bound, they are done until the fastest plan does not fit; elsewhere they get a share of the
+        work."""
+        case, began = self._unlimited, clock.now()
+        if case is None or case.ended:
+            return False
+        if case.level and case.priced < _ALIKE * self.priced:
+            ends = min(ends, began + _WITHOUT * self._with_s - self._without_s)
+        if ends <= began:
+            return False
+        case.step(best, ends)
+        self._without_s += clock.now() - began
+        self._bound = max(self._bound, case.bound)
+        return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether the bound rises no further, because the fastest plan does not fit."""
+        return self.stuck
 
     def _alive(self, frame: Frame, best: float) -> None:
         """Raise the bound to that of ``frame``, and drop the widths that are in no plan below ``best``."""
@@ -127,7 +159,13 @@ class Case(ABC):
         self.keys = Keys(self.widths)
         self.links = self.cache.links(self.m, self.keys, ends=ends)
         self._priced(ends)
-        self._alive(self.framed(), best)
+        frame = self.framed()
+        self.priced = frame.value(self.stages)
+        self._alive(frame, best)
+        if self._tight and self.bound < best:
+            self._unlimited = type(self)(
+                self.cache.unlimited, self.m, self.name, self.schedule, self.stages, self.offer, self._bound
+            )
 
     def _priced(self, ends: float) -> None:
         """Compute the tables of bounds, with the memory limit where it may bind."""

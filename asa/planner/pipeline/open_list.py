@@ -78,6 +78,11 @@ class OpenList(Case):
                 self._columns_of.pop(cuts, None)
         self._note(best)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the bound rises no further, because the fastest plan does not fit."""
+        return self.stuck or self._floor <= self.bound
+
     def _note(self, best: float) -> None:
         low = min(self._queue[0][0] if self._queue else INF, self._listed, self._floor)
         self._bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ from asa.planner.stage.stage_slice import StageSlice
 class StageCache:
     """Chains as arrays, tables of bounds and transfers, computed once for all cases."""
 
-    def __init__(self, pipelines: StagedSpace, *, effort: Effort = USUAL.effort) -> None:
-        self.pipelines, self.effort = pipelines, effort
+    def __init__(
+        self, pipelines: StagedSpace, *, effort: Effort = USUAL.effort, limited: StageCache | None = None
+    ) -> None:
+        """``limited``: a cache of the same stages; this one is then of those without the memory limit."""
+        self.pipelines, self.effort, self._limited_ones = pipelines, effort, limited
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
         self.offsets = {
@@ -43,6 +47,11 @@ class StageCache:
         self._links: dict[Any, StageLinks] = {}
         self._slices: dict[tuple[int, int, int, int, int], StageSlice] = {}
 
+    @cached_property
+    def unlimited(self) -> StageCache:
+        """The cache of the same stages without the memory limit."""
+        return StageCache(self.pipelines, effort=self.effort, limited=self)
+
     def tight(self, w: int, m: int, in_flight: int) -> bool:
         """Whether memory may bind; False for chains that are not formulated yet."""
         numbers = self._numbers.get((w, m))
@@ -51,8 +60,12 @@ class StageCache:
     def numbers(self, w: int, m: int) -> Numbers | None:
         """The arrays of a chain; None where some component cannot run."""
         if (w, m) not in self._numbers:
-            chain = self.pipelines.chain(w, m)
-            self._numbers[w, m] = None if chain is None else Numbers(chain)
+            if self._limited_ones is not None:
+                numbers = self._limited_ones.numbers(w, m)
+                self._numbers[w, m] = None if numbers is None else numbers.without_memory_limit()
+            else:
+                chain = self.pipelines.chain(w, m)
+                self._numbers[w, m] = None if chain is None else Numbers(chain)
         return self._numbers[w, m]
 
     def relaxed(self, w: int, m: int) -> Table | None:

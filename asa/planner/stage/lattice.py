@@ -69,6 +69,13 @@ class Numbers:
         (:func:`asa.planner.stage.problem.all_ahead`)."""
         return self._ahead if all_ahead(self.m, in_flight) else self
 
+    def without_memory_limit(self) -> Numbers:
+        """A copy without the memory limit."""
+        numbers = copy(self)
+        numbers.capacity = INF
+        numbers.__dict__.pop("_ahead", None)
+        return numbers
+
     @cached_property
     def _ahead(self) -> Numbers:
         numbers = copy(self)
