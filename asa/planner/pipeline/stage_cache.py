@@ -40,11 +40,11 @@ class StageCache:
         self.hops = [kinds.index(h) for h in hops]
         self.example = [hops.index(h) for h in kinds]
         self._numbers: dict[tuple[int, int], Numbers | None] = {}
-        self._relaxed: dict[tuple[int, int], Table] = {}
+        self._relaxed: dict[tuple[int, int], Table] = {} if limited is None else limited._relaxed
         self._limited: dict[tuple[int, int, int], Table] = {}
         self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
-        self._links: dict[Any, StageLinks] = {}
+        self._links: dict[Any, StageLinks] = {} if limited is None else limited._links
         self._slices: dict[tuple[int, int, int, int, int], StageSlice] = {}
 
     @cached_property
@@ -166,5 +166,6 @@ class StageCache:
                 for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():
                     sent[kind, :, a, b] = self.pipelines.transfers(firsts, m, x, y, offset)
         ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, class_of[1:]], -1, 0)
-        self._links = {key: StageLinks(self.gpus, self.hops, ahead, back, m, self.offsets)}
+        self._links.clear()
+        self._links[key] = StageLinks(self.gpus, self.hops, ahead, back, m, self.offsets)
         return self._links[key]
