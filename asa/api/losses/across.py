@@ -43,6 +43,8 @@ def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | No
     if model is None or model.share is None:  # the loop has a batch of another, which it has not called yet
         reading = [m for m in watched_models() if m.share is not None]
         model = cast(LearningModel, reading[0]) if len(reading) == 1 else model
+    if model is None and len(watched_models()) == 1:  # behind a pass in which no model is called
+        model = cast(LearningModel, watched_models()[0])
     if model is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError("no model of asa.parallelize was called yet: call it first, or take a batch of its loader")
@@ -52,6 +54,7 @@ def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | No
     if model.trial is not None and differentiated:
         model.trial.trusted = True
     meet_at(what)
+    model.exchanges += 1
     return model
 
 
