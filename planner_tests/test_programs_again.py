@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import asa
+from asa.api.calls import guesses
 from asa.api.losses.program_text import index_read
 from asa.api.model.optimizers import lost_epsilon
 from asa.api.patching import replace_imported, replace_once
@@ -263,3 +264,9 @@ def _with_attributes(net: Any, opt: Any, batches: Any) -> State:
 
 def test_what_forward_leaves_in_attributes_of_the_model_is_an_output() -> None:
     assert_as_alone(_program(_with_attributes, Gated), ["ddp", "tensor"])
+
+
+def test_a_model_is_called_with_what_a_record_has() -> None:
+    batch = types.SimpleNamespace(y=numbers(4), x=numbers(4, 8))
+    assert [call.tensor is batch.x for call in guesses(Named(), batch)] == [False, True]
+    assert [call.tensor is batch.y for call in guesses(nn.Linear(8, 3), batch)] == [False, True]
