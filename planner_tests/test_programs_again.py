@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -270,3 +271,42 @@ def test_a_model_is_called_with_what_a_record_has() -> None:
     batch = types.SimpleNamespace(y=numbers(4), x=numbers(4, 8))
     assert [call.tensor is batch.x for call in guesses(Named(), batch)] == [False, True]
     assert [call.tensor is batch.y for call in guesses(nn.Linear(8, 3), batch)] == [False, True]
+
+
+class Centred(nn.Module):
+    """Has a centre of what it sees, and takes a number that no batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        if self.training:
+            self.centre.lerp_(x.detach().mean(0), 0.1)
+        return self.head((x - self.centre) * scale)  # type: ignore[no-any-return]
+
+
+def _scaled(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        opt.zero_grad()
+        F.cross_entropy(net(x, 0.5), y).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _of_centre(_rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        net, opt, batches = asa.parallelize(
+            *_program(_scaled, Centred).made(), strategies=("ddp",), cluster="local-gloo-2", cache=None
+        )
+        _scaled(net, opt, batches)
+        net.close()
+    return [str(w.message) for w in heard]
+
+
+def test_buffers_that_a_call_changes_are_told_of_where_it_was_not_known() -> None:
+    first, second = run_ranks(2, _of_centre, threads=1)
+    assert sum("forward changes centre: on each rank" in line for line in first) == 1
+    assert not any("forward changes" in line for line in second)

@@ -26,7 +26,7 @@ from asa.api.losses.trial import Trial
 from asa.api.messages import say
 from asa.api.model.attributes import traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
-from asa.api.model.notes import drawing
+from asa.api.model.notes import drawing, of_changed_buffers
 from asa.api.model.optimizers import hand_over
 from asa.api.model.own_methods import own_methods
 from asa.api.plans.planning import check_plain
@@ -150,7 +150,7 @@ class DistributedModel(ModelInterface):
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
-        self._warned_of_leaving = False
+        self._warned_of_leaving = self._told_of_changed = False
         self._said_of_added = self._said_of_draws = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
@@ -335,10 +335,11 @@ class DistributedModel(ModelInterface):
         )
         if method is not None:
             options = {**options, "method": method}
-        drew = parallel.draws
+        drew, before = parallel.draws, self._buffers_before()
         self._count(total, weight)
         with self._leaving(factor), self._together(), self._few(rows, args, options):
             output = parallel.call(samples, self._number, total, *args, **options)
+        self._tell_of_changed(before)
         if parallel.draws and not drew:
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
                 "under every plan, and others than without asa")  # fmt: skip
@@ -355,6 +356,25 @@ class DistributedModel(ModelInterface):
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, factor, rows, given) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
+
+    def _buffers_before(self) -> dict[str, tuple[Tensor, int]]:
+        """Buffers and their versions before the first call in training: how the model is called may not have been known
+        before, nor what it changes."""
+        if not self.training or self._told_of_changed:
+            return {}
+        norms = {id(b) for m in self.parts.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
+        return {n: (b, b._version) for n, b in self.parts[0].named_buffers() if id(b) not in norms}
+
+    def _tell_of_changed(self, before: dict[str, tuple[Tensor, int]]) -> None:
+        """Warn once of the buffers ``before`` a call that it changed, if nothing was said of them."""
+        if not self.training or self._told_of_changed or self.parallel is None:
+            return
+        self._told_of_changed = True
+        now = dict(self.parts[0].named_buffers())
+        changed = {n: b.dtype for n, (b, version) in before.items() if now.get(n) is not b or b._version != version}
+        changed = {n: kind for n, kind in changed.items() if n not in self.parallel.changed}
+        for line in of_changed_buffers(self.parallel.plan, (), changed, "exact") if self.rank_context.rank == 0 else ():
+            warnings.warn(line, stacklevel=5)
 
     def _count(self, total: int, weight: float) -> None:
         """Exclude samples that count on another rank from BatchNorm over all ranks; warn once where this is

@@ -249,8 +249,9 @@ _SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 def _sharded_like(value: Tensor, like: DTensor) -> DTensor:
     """``value``, the same on all ranks if it is whole, in shards as those of ``like``."""
     if isinstance(value, DTensor):  # computed of vectors, it may be whole or cut elsewhere
-        same = value.placements == like.placements
-        return value if same else value.detach().redistribute(like.device_mesh, like.placements)
+        with torch.no_grad():
+            same = value.placements == like.placements
+            return value if same else value.redistribute(like.device_mesh, like.placements)
     value = value.detach().to(like.device)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
