@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch.optim import swa_utils
 
 from asa.api.generators import generators_now
+from asa.api.losses.across import exchanges
 from asa.api.messages import say
 from asa.api.model.distributed_model import DistributedModel
 from asa.api.patching import replace_once
@@ -50,7 +51,7 @@ class DistributedLoader:
             trial.epoch_began()
         self._model.__dict__["reader"] = threading.get_ident()
         self._say_of_unlearned()
-        learned, exchanges = self._model.backwards, self._model.exchanges
+        learned, asked = self._model.backwards, exchanges()
         looks_on = trial is not None and self._model.training and not self._batches.whole
         try:
             shares = enumerate(self._batches.epoch())
@@ -86,13 +87,13 @@ class DistributedLoader:
             self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
             self._batches.pass_ended()
             self._model.epoch_ended()
-            self._unlearned = exchanges if looks_on and self._model.backwards == learned else None
+            self._unlearned = asked if looks_on and self._model.backwards == learned else None
         finally:
             self._model.__dict__.update(share=None, reader=None)
 
     def _say_of_unlearned(self) -> None:
         """Say once, when another pass begins, that the one before was without a backward, and nothing was exchanged."""
-        if self._unlearned is not None and self._model.exchanges == self._unlearned and not self._warned_unlearned:
+        if self._unlearned is not None and exchanges() == self._unlearned and not self._warned_unlearned:
             self._warned_unlearned = True
             say(self._model.rank_context, "a pass over the loader was without a backward: what the loop makes of it "
                 "(a mean, statistics of norms) is of this rank's samples; asa.reduce(x, 'sum') adds up over ranks, and "

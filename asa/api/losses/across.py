@@ -23,6 +23,8 @@ from asa.api.steps.registrations import watched_models
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
+_exchanged = [0]
+
 
 def _recorded_as(result: Tensor, source: Tensor, local_op: Callable[[Tensor], Tensor]) -> Tensor:
     """``result``, recorded on the tape of ``source`` as ``local_op(source)``, the same operation in one process."""
@@ -54,8 +56,13 @@ def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | No
     if model.trial is not None and differentiated:
         model.trial.trusted = True
     meet_at(what)
-    model.exchanges += 1
+    _exchanged[0] += 1
     return model
+
+
+def exchanges() -> int:
+    """Number of calls of ``asa.reduce``, ``asa.gather`` and ``asa.mean_over`` so far."""
+    return _exchanged[0]
 
 
 def _identity(x: Tensor) -> Tensor:

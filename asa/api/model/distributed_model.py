@@ -145,7 +145,7 @@ class DistributedModel(ModelInterface):
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
         self.__dict__.update(reader=None, traced={}, calls_of_batch=[], awaiting=-1, most=0, beside=False)
-        self.__dict__.update(exchanges=0, computed=0)
+        self.__dict__["computed"] = 0
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True

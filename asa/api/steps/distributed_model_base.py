@@ -38,8 +38,6 @@ class DistributedModelBase(nn.Module):
     """Exchange between ranks after every batch; None for a single rank."""
     learned: bool
     """Whether the call made last with gradients was of a batch whose mean is weighed."""
-    exchanges: int
-    """Number of calls of ``asa.reduce``, ``asa.gather`` and ``asa.mean_over``."""
     beside: bool
     """Whether the call made last was an evaluation of other samples than the loader's."""
     warned_of_other_batches: bool
