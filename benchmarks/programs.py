@@ -69,6 +69,7 @@ NAMING = (
     "leaves tensors with gradients in", "changes its inputs in place",
     "asks how many processes there are", "bends a mean", "ranks begin at other places",
     "from a parameter of model.modules()", "counts some of them twice",
+    "was without a backward",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 

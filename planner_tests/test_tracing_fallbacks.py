@@ -249,3 +249,22 @@ def test_a_tensor_in_place_of_an_array_is_named() -> None:
             return self.c(x) * torch.as_tensor(x[0])[0]
 
     assert "__" not in trace(Converting(), X, name="converting").note
+
+
+class Keywords(nn.Module):
+    """Its layers and a parameter have names that are keywords of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict(
+            {"in": nn.Sequential(nn.Linear(8, 8), nn.ModuleDict({"class": nn.Linear(8, 8)})), "input": nn.Linear(8, 3)}
+        )
+        self.register_parameter("is", nn.Parameter(torch.ones(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.net["in"]  # type: ignore[misc]
+        return self.net["input"](second["class"](torch.relu(first(x))) * getattr(self, "is"))  # type: ignore[no-any-return]
+
+
+def test_names_that_are_keywords_are_found() -> None:
+    assert names(Keywords(), X) == ["net.in.0", "net.in.1.class", "is", "net.input"]

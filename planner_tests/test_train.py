@@ -415,3 +415,11 @@ def test_a_rank_that_hangs_inside_a_step_is_found_too(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailedError, match="rank 1 of 2 hung"):
         _train(training.plan(ranks=2), training.settings(tmp_path, timeout_s=6.0), adapt=stuck)
     assert checkpoint.find(tmp_path / outdir.CHECKPOINTS).manifest.step == 6
+
+
+def test_states_that_checkpoints_do_not_keep_are_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.nn.Linear, "get_extra_state", lambda _: 1, raising=True)
+    plan = training.plan("logistic")
+    _, events = _train(plan, training.settings(tmp_path, epochs=1, steps_per_epoch=1))
+    notes = [e["message"] for e in _of(events, "note")]
+    assert any("checkpoints do not keep" in note and "_extra_state (get_extra_state)" in note for note in notes)

@@ -74,7 +74,8 @@ def plain(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> C
 
 def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
     """Ways in which ``model`` may be called with a batch of a loader, most likely first: with a dictionary by the names
-    of ``forward``'s parameters, otherwise with as many of the batch's items as it requires, then with more."""
+    of ``forward``'s parameters, otherwise with as many of the batch's items as it requires, then with more. A record is
+    passed itself, or what it has by these names, or the first that it has."""
     parameters = _parameters(model)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if isinstance(batch, Mapping):
@@ -88,6 +89,12 @@ def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
         return
     if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence) or not batch:
         yield Call((batch,))
+        record = {} if isinstance(batch, Tensor | tuple | list) else dict(getattr(batch, "__dict__", {}))
+        named = {p.name: record[p.name] for p in parameters if p.name in record}
+        if named:
+            yield plain(model, (), named)
+        elif record:
+            yield Call((next(iter(record.values())),))
         return
     least = max(1, sum(p.default is p.empty for p in positional))
     for count in range(min(least, len(batch)), max(1, min(len(positional) or 1, len(batch))) + 1):

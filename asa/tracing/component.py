@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from keyword import iskeyword
 from typing import Any, Self, cast
 
 import torch
@@ -55,10 +57,34 @@ def cut_out(
 
 
 class _Graph(fx.GraphModule):
-    """Compiled when it gets a graph with nodes. Torch would compile the empty graph that it begins with, too."""
+    """Compiled when it gets a graph with nodes. Torch would compile the empty graph that it begins with, too.
+
+    Layers may have names that are keywords of Python (``nn.ModuleDict({"in": ...})``): torch would write ``self.in``.
+    """
 
     def recompile(self) -> Any:
-        return super().recompile() if len(self.graph.nodes) else None
+        if not len(self.graph.nodes):
+            return None
+        targets = {str(n.target) for n in self.graph.nodes if n.op in ("call_module", "get_attr")}
+        named = sorted((t for t in targets if any(map(iskeyword, t.split(".")))), key=len, reverse=True)
+        if not named:
+            return super().recompile()
+        with self.graph.on_generate_code(lambda _: partial(_without_keywords, named)):
+            return super().recompile()
+
+
+def _without_keywords(targets: list[str], body: list[str]) -> list[str]:
+    """The lines of ``body``, with ``targets`` looked up by ``getattr`` where torch wrote keywords. Longer targets are
+    first."""
+    text = "\0".join(body)
+    for target in targets:
+        written = right = "self"
+        for atom in target.split("."):
+            written = f"{written}.{atom}" if atom.isidentifier() else f'getattr({written}, "{atom}")'
+            plain = atom.isidentifier() and not iskeyword(atom)
+            right = f"{right}.{atom}" if plain else f'getattr({right}, "{atom}")'
+        text = re.sub(rf"\b{re.escape(written)}(?!\w)", right.replace("\\", r"\\"), text)
+    return text.split("\0")
 
 
 class _Names:

@@ -23,7 +23,7 @@ def understood(output: T) -> T:
     """
     for leaf in pytree.tree_leaves(output):
         if not isinstance(leaf, _SIMPLE) and _is_record(leaf, ()) and type(leaf) not in pytree.SUPPORTED_NODES:
-            pytree.register_pytree_node(type(leaf), _taken_apart, _put_together)
+            pytree.register_pytree_node(type(leaf), _taken_apart, _put_together, flatten_with_keys_fn=_named_parts)
             understood(leaf)
     return output
 
@@ -64,6 +64,12 @@ def _taken_apart(record: Any) -> tuple[list[Any], Any]:
     items = dict(record) if isinstance(record, dict) else {}
     attributes = _attributes(record)
     return [*items.values(), *attributes.values()], (type(record), tuple(items), tuple(attributes))
+
+
+def _named_parts(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    values, (kind, keys, names) = _taken_apart(record)
+    places = [*map(pytree.MappingKey, keys), *map(pytree.GetAttrKey, names)]
+    return list(zip(places, values, strict=True)), (kind, keys, names)
 
 
 def _put_together(values: Any, context: Any) -> Any:

@@ -115,6 +115,7 @@ def table() -> dict[str, Program]:
         recipes,
         scripts,
         strange,
+        studied,
         surroundings,
         trainers,
         unseen,

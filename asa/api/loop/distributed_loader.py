@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
+from weakref import WeakSet
+
+from torch.optim import swa_utils
 
 from asa.api.generators import generators_now
+from asa.api.losses.across import exchanges
 from asa.api.messages import say
 from asa.api.model.distributed_model import DistributedModel
+from asa.api.patching import replace_once
 from asa.api.steps.batches import GlobalBatches, Share, moved
 
 
@@ -19,7 +26,21 @@ class DistributedLoader:
 
     def __init__(self, batches: GlobalBatches, model: DistributedModel) -> None:
         self._batches, self._model = batches, model
-        self._warned_drawing = self._warned_evaluation = self._warned_repeated = False
+        self._warned_drawing = self._warned_evaluation = self._warned_repeated = self._warned_unlearned = False
+        self._unlearned: int | None = None
+        """Number of exchanges of the program's own before a pass in training without a backward; None if the last pass
+        was none."""
+        _loaders.add(self)
+        replace_once(swa_utils, "update_bn", _over_whole_batches)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Context in which every rank gets whole batches."""
+        said, self._batches.whole, self._warned_repeated = self._warned_repeated, True, True
+        try:
+            yield
+        finally:
+            self._batches.whole, self._warned_repeated = False, said
 
     def __iter__(self) -> Iterator[Any]:
         device, trial = self._model.rank_context.device, self._model.trial
@@ -29,6 +50,9 @@ class DistributedLoader:
         if trial is not None:
             trial.epoch_began()
         self._model.__dict__["reader"] = threading.get_ident()
+        self._say_of_unlearned()
+        learned, asked = self._model.backwards, exchanges()
+        looks_on = trial is not None and self._model.training and not self._batches.whole
         try:
             shares = enumerate(self._batches.epoch())
             self._loaded(None)
@@ -63,8 +87,18 @@ class DistributedLoader:
             self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
             self._batches.pass_ended()
             self._model.epoch_ended()
+            self._unlearned = asked if looks_on and self._model.backwards == learned else None
         finally:
             self._model.__dict__.update(share=None, reader=None)
+
+    def _say_of_unlearned(self) -> None:
+        """Say once, when another pass begins, that the one before was without a backward, and nothing was exchanged."""
+        if self._unlearned is not None and exchanges() == self._unlearned and not self._warned_unlearned:
+            self._warned_unlearned = True
+            say(self._model.rank_context, "a pass over the loader was without a backward: what the loop makes of it "
+                "(a mean, statistics of norms) is of this rank's samples; asa.reduce(x, 'sum') adds up over ranks, and "
+                "a loader of your own is read whole by every rank")  # fmt: skip
+        self._unlearned = None
 
     def _say_of_repeated(self, share: Share) -> None:
         """Say once that several ranks compute a sample."""
@@ -109,3 +143,20 @@ class DistributedLoader:
             super().__setattr__(name, value)
         else:
             self._batches.set_attribute(name, value)
+
+
+_loaders: WeakSet[DistributedLoader] = WeakSet()
+
+
+def _over_whole_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.optim.swa_utils.update_bn``, with batches as on one device, because statistics of a rank's samples are
+    others; the loader may be wrapped."""
+
+    @wraps(original)
+    def update_bn(*args: Any, **options: Any) -> Any:
+        with ExitStack() as stack:
+            for loader in _loaders:
+                stack.enter_context(loader._whole())
+            return original(*args, **options)
+
+    return update_bn

@@ -35,6 +35,7 @@ from asa.api.model.optimizers import Rebinding, check_whole, no_shards_because, 
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.own_methods import check_overridden
 from asa.api.model.whole_model import DATA, rebuild, spare_of, whole_plan
+from asa.api.patching import replace_imported
 from asa.api.plans.planned import Origins, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.plans.planning import device_of, one_tensor, shaped, spec_of
 from asa.api.plans.requests import PlanOptions
@@ -313,8 +314,10 @@ def parallelize(
             stacklevel=2,
         )
     retire(parameters, now)
+    shared = DistributedLoader(batches, distributed)
+    replace_imported()
     give_back_freed_memory()  # the model was traced and cut up
-    return distributed, optimizer, DistributedLoader(batches, distributed)
+    return distributed, optimizer, shared
 
 
 def find_written(context: RankContext, model: nn.Module, call: Call | None) -> list[str]:

@@ -23,6 +23,8 @@ from asa.api.steps.registrations import watched_models
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
+_exchanged = [0]
+
 
 def _recorded_as(result: Tensor, source: Tensor, local_op: Callable[[Tensor], Tensor]) -> Tensor:
     """``result``, recorded on the tape of ``source`` as ``local_op(source)``, the same operation in one process."""
@@ -43,6 +45,8 @@ def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | No
     if model is None or model.share is None:  # the loop has a batch of another, which it has not called yet
         reading = [m for m in watched_models() if m.share is not None]
         model = cast(LearningModel, reading[0]) if len(reading) == 1 else model
+    if model is None and len(watched_models()) == 1:  # behind a pass in which no model is called
+        model = cast(LearningModel, watched_models()[0])
     if model is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError("no model of asa.parallelize was called yet: call it first, or take a batch of its loader")
@@ -52,7 +56,13 @@ def _distributed_model(what: str, *, differentiated: bool) -> LearningModel | No
     if model.trial is not None and differentiated:
         model.trial.trusted = True
     meet_at(what)
+    _exchanged[0] += 1
     return model
+
+
+def exchanges() -> int:
+    """Number of calls of ``asa.reduce``, ``asa.gather`` and ``asa.mean_over`` so far."""
+    return _exchanged[0]
 
 
 def _identity(x: Tensor) -> Tensor:

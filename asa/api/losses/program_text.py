@@ -138,6 +138,14 @@ def _reads_a_part(node: ast.AST) -> bool:
     return isinstance(above, ast.Subscript) and above.value is node and isinstance(above.slice, ast.Constant)
 
 
+def index_read(frame: Any) -> Any:
+    """The constant by which a program indexes what it reads in ``frame`` (``x.shape[1]``); None if there is none."""
+    above = getattr(_at(frame.f_code, frame.f_lasti), "above", None)
+    with suppress(ValueError, AttributeError):
+        return ast.literal_eval(above.slice)  # type: ignore[union-attr]
+    return None
+
+
 def cut_by(frame: Any) -> Any:
     """What a program cuts by the number that it reads in ``frame`` (``kept[:len(x)]``, ``self.kept[:len(x)]``); None if
     it cuts nothing, or what it cuts has no name."""

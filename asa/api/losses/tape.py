@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from asa.api.losses.program_text import becomes_a_shape, cut_by, decides
+from asa.api.losses.program_text import becomes_a_shape, cut_by, decides, index_read
 from asa.api.patching import replace_once
 from asa.api.tensors.numbers import refuse_by_shards, run_plain
 from asa.errors import AsaError, UsageError, place_of, place_of_call
@@ -472,6 +472,18 @@ def _reading_frame() -> Any:
     return frame if own else None
 
 
+def _of_other_dimension(func: Any, args: Any, options: dict[str, Any], frame: Any, rows: int) -> bool:
+    """Whether a size is read of a dimension that is not the first, and is not the number of samples (``x.size(1)``,
+    ``x.shape[-1]``)."""
+    read: Any = None
+    if func is Tensor.size:
+        read = args[1] if len(args) > 1 else options.get("dim")
+    elif func not in (Tensor.__len__, Tensor.numel):
+        read = index_read(frame)
+    shape = tuple(as_plain(args[0]).shape)
+    return type(read) is int and -len(shape) < read < len(shape) and read != 0 and shape[read] != rows
+
+
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SIZES: Any = (Tensor.__len__, Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
@@ -521,6 +533,8 @@ class Watched(Tensor):
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             if func in _SIZES and not each.size_used and (frame := _reading_frame()) is not None:
+                if _of_other_dimension(func, args, options, frame, each.rows):
+                    continue
                 each.size_read, each.size_used = True, not becomes_a_shape(frame)
                 cut = cut_by(frame)
                 own = isinstance(cut, Watched) and not cut.tape.closed

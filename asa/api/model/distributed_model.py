@@ -26,7 +26,7 @@ from asa.api.losses.trial import Trial
 from asa.api.messages import say
 from asa.api.model.attributes import traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
-from asa.api.model.notes import drawing
+from asa.api.model.notes import drawing, of_changed_buffers
 from asa.api.model.optimizers import hand_over
 from asa.api.model.own_methods import own_methods
 from asa.api.plans.planning import check_plain
@@ -44,11 +44,11 @@ from asa.api.tensors.views import TensorViews
 from asa.errors import AsaError, UsageError, place_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
+from asa.executor.model.state import full_gradients, load_full_gradients
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.layers.batchnorm import counted, synchronised
 from asa.sharding.split import TensorPart
-from asa.sharding.split.local_parts import local
 from asa.tracing.preserve import preserved
 from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.surroundings import Surroundings
@@ -122,6 +122,8 @@ class DistributedModel(ModelInterface):
     """Whether the model computes a sample's output from other samples."""
     most: int
     """Largest number of samples in a call of the model."""
+    computed: int
+    """Number of samples that all ranks computed in the last call."""
     calls_of_batch: list[int]
     """Numbers of samples in the calls of the model for the batch so far."""
     awaiting: int
@@ -143,11 +145,12 @@ class DistributedModel(ModelInterface):
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
         self.__dict__.update(reader=None, traced={}, calls_of_batch=[], awaiting=-1, most=0, beside=False)
+        self.__dict__["computed"] = 0
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
-        self._warned_of_leaving = False
+        self._warned_of_leaving = self._told_of_changed = False
         self._said_of_added = self._said_of_draws = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
@@ -239,6 +242,7 @@ class DistributedModel(ModelInterface):
         factor = self._weight_of_outputs(weight, total)
         self.__dict__["output_factor"] = factor
         self._count(total, weight)
+        self.__dict__["computed"] = total
         samples = torch.arange(total)
         samples = first + (samples % self.share.total if self._whole and self.share is not None else samples)
         if not self.learns and total == len(x) * self.rank_context.ranks:  # a loader that every rank reads whole
@@ -331,10 +335,11 @@ class DistributedModel(ModelInterface):
         )
         if method is not None:
             options = {**options, "method": method}
-        drew = parallel.draws
+        drew, before = parallel.draws, self._buffers_before()
         self._count(total, weight)
         with self._leaving(factor), self._together(), self._few(rows, args, options):
             output = parallel.call(samples, self._number, total, *args, **options)
+        self._tell_of_changed(before)
         if parallel.draws and not drew:
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
                 "under every plan, and others than without asa")  # fmt: skip
@@ -351,6 +356,25 @@ class DistributedModel(ModelInterface):
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, factor, rows, given) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
+
+    def _buffers_before(self) -> dict[str, tuple[Tensor, int]]:
+        """Buffers and their versions before the first call in training: how the model is called may not have been known
+        before, nor what it changes."""
+        if not self.training or self._told_of_changed:
+            return {}
+        norms = {id(b) for m in self.parts.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
+        return {n: (b, b._version) for n, b in self.parts[0].named_buffers() if id(b) not in norms}
+
+    def _tell_of_changed(self, before: dict[str, tuple[Tensor, int]]) -> None:
+        """Warn once of the buffers ``before`` a call that it changed, if nothing was said of them."""
+        if not self.training or self._told_of_changed or self.parallel is None:
+            return
+        self._told_of_changed = True
+        now = dict(self.parts[0].named_buffers())
+        changed = {n: b.dtype for n, (b, version) in before.items() if now.get(n) is not b or b._version != version}
+        changed = {n: kind for n, kind in changed.items() if n not in self.parallel.changed}
+        for line in of_changed_buffers(self.parallel.plan, (), changed, "exact") if self.rank_context.rank == 0 else ():
+            warnings.warn(line, stacklevel=5)
 
     def _count(self, total: int, weight: float) -> None:
         """Exclude samples that count on another rank from BatchNorm over all ranks; warn once where this is
@@ -460,7 +484,8 @@ class DistributedModel(ModelInterface):
 
     def as_output(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
-        return self._weighed(value, self.output_factor, self.mean_rows)
+        assert self.parallel is not None
+        return self._weighed(self.parallel.left(value, self.computed), self.output_factor, self.mean_rows)
 
     def run_whole(self, why: str) -> None:
         """Continue as one component that is called like the model (collective).
@@ -477,19 +502,19 @@ class DistributedModel(ModelInterface):
         meet_at("a change by which the model runs whole")
         gradients = {n: p.grad for n, p in self.named_parameters(remove_duplicate=False) if p.grad is not None}
         held = any(map(replaced, self.parallel.plan.components))
-        if self.rank_context.votes.anyone(held and any(bool(local(g).any()) for g in gradients.values())):
-            raise UsageError(
-                f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
-            )
         if self.calls_of_batch and self.awaiting == self.backwards:
             raise UsageError(
                 f"{why}, so the model is to run whole, and outputs of its call before wait for their backward: say "
                 "what it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
             )
+        full = full_gradients(self.parallel, zeros=False) if held else {}
+        assert self.names is not None
+        full = {alike: g for name, g in full.items() for alike in self.names.alike.get(name, [name])}
         # Layers that the components lack are still those of the original.
         training = self.training
         lists = [list(m.named_parameters(remove_duplicate=False)) for m in (self.origin, self)]
         self.adopt(self.rebuild_whole(self, why))
+        load_full_gradients(self.parallel, full)
         now = dict(self.named_parameters(remove_duplicate=False))
         for before in map(dict, lists):
             hand_over(before, now)

@@ -50,7 +50,7 @@ def differences(
             traced and change nothing.
     """
     _check_written(model, writes)
-    notes = _of_buffers(plan, norms, model.changed, batch_norm)
+    notes = of_changed_buffers(plan, norms, model.changed, batch_norm)
     if max(layout.data for layout in plan.layouts()) == 1:  # ranks read the same rows
         return notes
     shortened = [n for c in model.components for n, m in c.named_modules() if getattr(m, "max_norm", None) is not None]
@@ -74,9 +74,10 @@ def differences(
     return notes
 
 
-def _of_buffers(
+def of_changed_buffers(
     plan: Plan, norms: Sequence[str], changed: Mapping[str, torch.dtype], batch_norm: Literal["local", "exact"]
 ) -> list[str]:
+    """Sentences on ``norms`` and on the buffers that forward ``changed``, with their types."""
     notes = []
     ranks, parts = max(layout.data for layout in plan.layouts()), plan.num_microbatches
     share = max(1, plan.global_batch // (ranks * parts))

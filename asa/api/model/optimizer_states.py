@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,33 @@ def over_local_tensors(optimizer: Optimizer) -> Any:
     return SimpleNamespace(
         state=defaultdict(dict, states), param_groups=[{**g, "params": list(map(held_of, g["params"]))} for g in groups]
     )
+
+
+@dataclass(frozen=True)
+class FullStates:
+    """An optimizer's state under no plan: full tensors by ``name/key``, and by name of the parameter what is neither a
+    tensor nor a number."""
+
+    tensors: dict[str, Tensor]
+    others: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, model: ParallelModel, optimizer: Optimizer) -> FullStates:
+        """The state of ``optimizer`` (collective).
+
+        Raises:
+            UsageError: it is neither tensors nor numbers, and not every rank has all of it.
+        """
+        view, others = _without_lists(optimizer, model)
+        names = {id(item.tensor): item.name for item in local_tensors(model)}
+        return cls(full_optimizer_state(model, view), {names[p]: o for p, o in others.items() if p in names})
+
+    def load(self, model: ParallelModel, optimizer: Optimizer) -> None:
+        """Load this rank's part of it."""
+        load_states(model, optimizer, self.tensors)
+        for item in local_tensors(model) if self.others else ():
+            if item.name in self.others:
+                optimizer.state[item.tensor].update(self.others[item.name])
 
 
 def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tensor]) -> None:
@@ -108,16 +136,15 @@ def plain_states(
             model.meet("optimizer.state_dict() of a plan that shares it out", within_s=model_interface.MEETING_S)
         model.reduction.release()  # a forward may have put whole parameters in the place of shards
         full: dict[str, dict[str, Any]] = {}
-        view, others = _without_lists(optimizer, model)
-        for key, value in full_optimizer_state(model, view).items():
+        states = FullStates.of(model, optimizer)
+        for key, value in states.tensors.items():
             name, _, what = key.rpartition("/")
             plain, entry = restored(what, value)
             if isinstance(entry, Tensor) and name in forms:
                 entry = _strided(entry, forms[name])
             full.setdefault(name, {})[plain] = entry
-        for item in local_tensors(model) if others else ():
-            if id(item.tensor) in others:
-                full.setdefault(item.name, {}).update(others[id(item.tensor)])
+        for name, others in states.others.items():
+            full.setdefault(name, {}).update(others)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         start = 0
@@ -157,10 +184,7 @@ def plain_states(
                     elif name is not None:
                         key, tensor = stored(what, value)
                         full[f"{name}/{key}"] = tensor
-        load_states(model, optimizer, full)
-        for item in local_tensors(model) if others else ():
-            if item.name in others:
-                optimizer.state[item.tensor].update(others[item.name])
+        FullStates(full, others).load(model, optimizer)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         count = 0

@@ -99,7 +99,7 @@ def hand_over(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
     names = {id(p): name for name, p in before.items() if name in now}
     for optimizer in _optimizers_of(before.values()):
         for group in () if optimizer.state else optimizer.param_groups:
-            group["params"] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
+            group["params"][:] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
 
 
 def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
@@ -120,6 +120,23 @@ def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | N
     return f"{kind} uses all elements of a parameter together"
 
 
+def lost_epsilon(optimizer: Optimizer) -> str:
+    """A sentence on an ``eps`` of ``optimizer`` that is 0 in the type of its parameters; empty if there is none.
+
+    A fused kernel computes in float32."""
+    for group in optimizer.param_groups:
+        eps = None if group.get("fused") else group.get("eps")
+        for p in group["params"] if isinstance(eps, float) and eps > 0 else ():
+            if p.is_floating_point() and not torch.tensor(eps, dtype=p.dtype):
+                least = torch.finfo(p.dtype).smallest_normal * torch.finfo(p.dtype).eps
+                return (
+                    f"eps={eps:g} of {type(optimizer).__name__} is 0 in {p.dtype}, whose least number is {least:.1g}: "
+                    "where squares of gradients are 0, too, weights become NaN, as on one device; use eps=1e-4, or "
+                    "float32 weights and torch.autocast"
+                )
+    return ""
+
+
 class Rebinding:
     """Moves an optimizer from the model it was made for to the distributed one.
 
@@ -129,6 +146,8 @@ class Rebinding:
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, elementwise: bool = False) -> None:
         """Record the optimizer's parameters by name. ``elementwise``: it is known to update element by element."""
         self.elementwise = elementwise
+        if told := lost_epsilon(optimizer):
+            warnings.warn(told, stacklevel=2)
         named: dict[int, list[str]] = {}
         self._forms: dict[str, Tensor] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -174,6 +193,11 @@ class Rebinding:
         if cut is not None and not self.elementwise:
             remedy = 'plan="auto" and strategies=("ddp",) keep them whole'
             warnings.warn(doubt_about_parts(optimizer, cut, remedy), stacklevel=2)
+        elif model.owner and isinstance(optimizer, LBFGS):
+            raise UsageError(
+                "LBFGS updates all parameters together, and the plan has each rank update some of them; "
+                'plan="auto" and strategies=("ddp",) have every rank update all'
+            )
         elif model.owner and not self.elementwise and not type(optimizer).__module__.startswith("torch.optim"):
             warnings.warn(
                 f"the plan has each rank update some of the parameters: correct only if {type(optimizer).__name__} "
@@ -197,7 +221,8 @@ class Rebinding:
                 (places[item.name], item.tensor if views is None else views.item(item))
             )
         for group, parameters in zip(optimizer.param_groups, parameters_of_groups, strict=True):
-            group["params"] = [p for _, p in sorted(parameters, key=lambda placed: placed[0])]
+            # In its place: some optimizers (LBFGS) keep the list itself.
+            group["params"][:] = [p for _, p in sorted(parameters, key=lambda placed: placed[0])]
         optimizer.state.clear()
         if self._state:
             names = {item.name for item in local_tensors(model)} | model.elsewhere

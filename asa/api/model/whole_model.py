@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from asa.api.calls import Call, Numbered, samples_of
 from asa.api.messages import say
 from asa.api.model.attributes import part_of
-from asa.api.model.optimizer_states import load_states, over_local_tensors
+from asa.api.model.optimizer_states import FullStates
 from asa.api.model.optimizers import Rebinding
 from asa.api.plans.planned import Origins, StoredPlan, named_or_measured, plan_of_one
 from asa.api.plans.planning import measured, spec_of
@@ -27,7 +27,6 @@ from asa.api.tensors.names import StateNames
 from asa.api.tensors.views import TensorViews
 from asa.errors import AsaError, UsageError
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import full_optimizer_state
 from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -214,7 +213,7 @@ def rebuild(
     fresh.train(model.training)
     _carry_over(model, fresh)
     weights = model.names.full(old)
-    moments = [full_optimizer_state(old, over_local_tensors(r.optimizer)) for r in rebindings]
+    states = [FullStates.of(old, r.optimizer) for r in rebindings]
     traced = called(fresh, name=spec_of(model.origin), reason=why)
     sharded = any(a.data.strategy in ("zero2", "zero3", "hsdp") for a in old.plan.components)
     names = allowed_strategies(options, why) or (("fsdp",) if sharded else ("ddp",))
@@ -224,8 +223,8 @@ def rebuild(
     parallel = build(plan, traced)
     model.__dict__["origin"] = fresh
     model.__dict__["names"] = StateNames(fresh)
-    for rebinding, full in zip(rebindings, moments, strict=True):
+    for rebinding, state in zip(rebindings, states, strict=True):
         rebinding.apply(parallel, TensorViews(parallel))
-        load_states(parallel, rebinding.optimizer, full)
+        state.load(parallel, rebinding.optimizer)
     old.close()
     return parallel

@@ -162,6 +162,25 @@ def warn_of_squares(batch: Any, total: int) -> None:
             )
 
 
+def check_flattened(batch: Any, total: int) -> None:
+    """Check that no tensor has a row for each element of the first two dimensions of another, which has ``total`` rows:
+    it would not be shared with it.
+
+    Raises:
+        UsageError: one has.
+    """
+    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor)]
+    for path, leaf in leaves:
+        for other, flat in leaves if leaf.dim() > 1 and len(leaf) == total and leaf.shape[1] > 1 else ():
+            if flat.dim() and len(flat) == total * leaf.shape[1] and flat.layout is leaf.layout is torch.strided:
+                raise UsageError(
+                    f"batch{pytree.keystr(path)} is of shape {list(leaf.shape)} and batch{pytree.keystr(other)} has "
+                    f"{len(flat)} rows, one for each of {total} x {leaf.shape[1]}, and ranks share a batch by the rows "
+                    f"of its tensors, of which the first has {total}: yield both with the samples first, and flatten "
+                    "in the loop"
+                )
+
+
 def _sparse_rows(tensor: Tensor, indices: list[int]) -> Tensor:
     try:
         return tensor.index_select(0, torch.tensor(indices, dtype=torch.int64, device=tensor.device))
@@ -290,7 +309,9 @@ class GlobalBatches:
     """
 
     def __init__(self, loader: Any, votes: Votes, rows: Rows) -> None:
-        self.loader, self.votes, self._rows = loader, votes, rows
+        self.loader, self.votes, self._share_rows = loader, votes, rows
+        self.whole = False
+        """Whether every rank has all rows."""
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._own_reading = isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__
@@ -317,6 +338,9 @@ class GlobalBatches:
                 cuts = self._cuts_into_rows()
                 self._collates_whole = votes.everyone(cuts) and self.custom_collate
                 self._draws = votes.anyone(self._draws)
+
+    def _rows(self, total: int) -> list[int]:
+        return list(range(total)) if self.whole else self._share_rows(total)
 
     @property
     def settled(self) -> bool:
@@ -469,6 +493,8 @@ class GlobalBatches:
                 self._check_alike(total, batch)
                 if i >= skip:
                     rows = self._rows(total)
+                    if len(rows) < total:
+                        check_flattened(batch, total)
                     if self.votes.rank == 0 and len(rows) < total:
                         warn_of_squares(batch, total)
                     yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))

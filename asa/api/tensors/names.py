@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+from torch.nn.modules.module import _IncompatibleKeys
 
 from asa.executor.model.exchange import broadcast_tensors
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import full_state, local_tensors
+from asa.executor.model.state import extra_states, full_state, local_tensors
 from asa.executor.model.votes import Votes
 
 
@@ -31,11 +31,7 @@ class StateNames:
     def __init__(self, model: nn.Module) -> None:
         self._alike: dict[int, list[str]] = {}
         self._values: dict[str, Any] = dict(model.state_dict(keep_vars=True))
-        self.extra = {
-            f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".removeprefix("."): module
-            for path, module in model.named_modules(remove_duplicate=False)
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
+        self.extra = extra_states(model)
         """Modules with state of their own making beside tensors, by its name."""
         self.marks = {n: dict(vars(t)) for n, t in self._values.items() if isinstance(t, nn.Parameter)}
         """Attributes that a program set on parameters, by name."""

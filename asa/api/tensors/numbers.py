@@ -248,8 +248,10 @@ _SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 
 def _sharded_like(value: Tensor, like: DTensor) -> DTensor:
     """``value``, the same on all ranks if it is whole, in shards as those of ``like``."""
-    if isinstance(value, DTensor):
-        return value
+    if isinstance(value, DTensor):  # computed of vectors, it may be whole or cut elsewhere
+        with torch.no_grad():
+            same = value.placements == like.placements
+            return value if same else value.redistribute(like.device_mesh, like.placements)
     value = value.detach().to(like.device)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -257,7 +259,7 @@ def _sharded_like(value: Tensor, like: DTensor) -> DTensor:
 def _replace_data(tensor: DTensor, value: Tensor) -> None:
     """``p.data = value`` and ``p.set_(value)``: torch leaves what ranks gather as it was, without a word."""
     value = _sharded_like(value, tensor)
-    if value.shape != tensor.shape or value.placements != tensor.placements:
+    if value.shape != tensor.shape:
         raise UsageError(f"data of shape {list(value.shape)} cannot take the place of {list(tensor.shape)}")
     place_local(tensor, value.to_local().to(tensor.dtype))
 

@@ -383,6 +383,14 @@ class ParallelModel:
         """An output of the model, converted to the layout in which outputs are returned."""
         return output if crossing is None else crossing.leave(output, total, self.traced.batch_dims.get(name, 0))
 
+    def left(self, value: Tensor, total: int) -> Tensor:
+        """``value``, which a call with ``total`` samples left in an attribute of the model, in the layout in which
+        outputs are returned: a mean over samples, or a row for each."""
+        rows = value.shape[:1] == (total,)
+        if self.called or self._last is None or (value.dim() and not rows):
+            return value
+        return self._last.leave(value, total, 0 if rows else None)
+
     def forward(self, x: Any, samples: Tensor, step: int) -> Any:
         """The model's own output for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from asa.errors import UsageError
 from asa.executor.model.exchange import united
@@ -48,6 +49,16 @@ def local_tensors(model: ParallelModel) -> Iterator[LocalTensor]:
                 visited.add(id(tensor))
                 owner = model.owner.get(tensor, 0) if isinstance(tensor, nn.Parameter) else 0
                 yield LocalTensor(name, tensor, shards.get(name), axis, owner * layout.inner)
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of ``model`` with state of their own making beside tensors (``get_extra_state``), by its name in
+    ``state_dict``."""
+    return {
+        f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".removeprefix("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def gather(item: LocalTensor, value: Tensor, *, keep: bool = True, alias: bool = False) -> Tensor:
@@ -107,12 +118,13 @@ def _of_all_stages(model: ParallelModel, tensors: dict[str, Tensor]) -> dict[str
     return united(tensors if model.position.place == 0 else {}, model.state_axis)
 
 
-def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
-    """Full gradients of the mean loss over the global batch on every rank, by parameter name (collective)."""
+def full_gradients(model: ParallelModel, *, zeros: bool = True) -> dict[str, Tensor]:
+    """Full gradients of the mean loss over the global batch on every rank, by parameter name (collective); ``zeros``:
+    also for parameters that have none."""
     gradients = {}
     for item in local_tensors(model):
-        if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
-            gradient = item.tensor.grad
+        gradient = item.tensor.grad
+        if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad and (zeros or gradient is not None):
             gradients[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
     return _of_all_stages(model, gradients)
 
@@ -131,6 +143,13 @@ def load_full_state(model: ParallelModel, state: dict[str, Tensor], *, partly: b
     for item in items:
         if item.name in state:
             item.tensor.copy_(cut(item, state[item.name]))
+
+
+def load_full_gradients(model: ParallelModel, gradients: dict[str, Tensor]) -> None:
+    """Make full ``gradients`` those of the model's parameters that they have the names of."""
+    for item in local_tensors(model):
+        if item.name in gradients:
+            item.tensor.grad = cut(item, gradients[item.name].to(item.tensor.device))
 
 
 _PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool, "NoneType": lambda _: None}

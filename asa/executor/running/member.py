@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from asa.errors import PreemptedError, WorkersFailedError
 from asa.executor.measuring.emulation import EmulatedDevice, Emulation
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.state import extra_states
 from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.running.asynchronous import AsynchronousExecutor
@@ -103,6 +104,14 @@ class Ending:
         )
 
 
+def unsaved(names: Sequence[str]) -> str:
+    """A sentence on states that checkpoints do not keep."""
+    return (
+        f"checkpoints do not keep {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} "
+        "(get_extra_state): a resumed run, and exported weights, have that of a new model; make it a buffer"
+    )
+
+
 def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: Announce) -> Ending:
     """Train to the end of the last epoch, or until all are asked to stop. ``announce`` is called on rank 0.
 
@@ -125,6 +134,7 @@ class _ModelBuilder:
 
     Attributes:
         parameter_bytes: size of all parameters of the model; 0 until it is built.
+        unsaved: names of states that checkpoints do not keep (``get_extra_state``).
         emulation: that of the newest plan, on emulated devices.
     """
 
@@ -132,6 +142,7 @@ class _ModelBuilder:
         self._job, self._votes, self._device = job, votes, device
         self._template: TracedTemplate | None = None
         self.parameter_bytes = 0
+        self.unsaved: list[str] = []
         self.emulation: Emulation | None = None
 
     def __call__(self, plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
@@ -141,6 +152,7 @@ class _ModelBuilder:
         alive.beat()
         if isinstance(model, nn.Module):
             self.parameter_bytes = sum(p.nbytes for p in model.parameters())
+            self.unsaved = [*extra_states(model)]
         if job.emulated is not None:
             self.emulation = Emulation(job.emulated, job.strategies, plan)
         parts = materialize(
@@ -226,6 +238,8 @@ def _work(
         if device.type == "cuda" and material.train.images.nbytes > _RESIDENT_BYTES:
             size = material.train.images.nbytes / GIB
             say({"event": "note", "message": f"the images ({size:.1f} GiB) stay on the host, gathered a batch ahead"})
+        if builder.unsaved:
+            say({"event": "note", "message": unsaved(builder.unsaved)})
         executor.tell_unused_samples()
         return _to_the_end(job, executor, say, watch)
 
