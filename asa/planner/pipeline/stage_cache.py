@@ -22,12 +22,12 @@ from asa.planner.stage.stage_slice import StageSlice
 
 
 class StageCache:
-    """Chains as arrays, tables of bounds and transfers, computed once for all cases."""
+    """Chains as arrays, tables of bounds and transfers, computed once for all cases. ``limited``: a cache of the same
+    stages; this one is then of those without the memory limit."""
 
     def __init__(
         self, pipelines: StagedSpace, *, effort: Effort = USUAL.effort, limited: StageCache | None = None
     ) -> None:
-        """``limited``: a cache of the same stages; this one is then of those without the memory limit."""
         self.pipelines, self.effort, self._limited_ones = pipelines, effort, limited
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
