@@ -38,6 +38,7 @@ from asa.launch import faults
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 from asa.planner.space.baselines import names as strategy_names
+from asa.reading import user_cache
 from asa.scheduler import Model
 from asa.scheduler.background import BackgroundSearch
 from asa.scheduler.model import Asked, Question
@@ -152,7 +153,7 @@ def links_file(context: RankContext, options: PlanOptions) -> Path | None:
 
 
 def _read_links(path: Path | None) -> Cluster | None:
-    if path is None or not path.exists():
+    if path is None:
         return None
     try:
         return codec.load(Cluster, path)
@@ -342,9 +343,7 @@ class StoredPlan:
 
 def usual_cache() -> Path:
     """Default folder for plans of the user's own programs."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("asa")) / "plans"
+    return user_cache() / "plans"
 
 
 def plan_of_one(model: nn.Module, traced: TracedModel, options: PlanOptions) -> Plan:
