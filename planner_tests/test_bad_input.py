@@ -8,6 +8,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import nouns
 import pytest
@@ -251,6 +252,14 @@ def test_memory_that_ran_out_is_no_fault_of_the_program(capsys, monkeypatch):
 
     monkeypatch.setattr("asa.profiler.measure.build", hungry)
     assert "memory ran out in this process, which asked for 2.00 GiB" in refused(capsys, 5, "profile", "cnn")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+)
+def test_a_system_that_starts_no_more_processes_is_no_fault_of_the_program(capsys, monkeypatch, error):
+    monkeypatch.setattr("asa.profiler.measure.build", Mock(side_effect=error))
+    assert "the system allows no more processes or threads" in refused(capsys, 5, "profile", "cnn")
 
 
 def test_a_trace_that_cannot_be_written_is_one_document(place, capsys):

@@ -21,6 +21,7 @@ from started import free_port
 from torch.distributed.distributed_c10d import _get_default_store
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
+from asa.ir import control_groups
 from asa.launch import (
     TorchrunRank,
     cuda_devices,
@@ -241,6 +242,40 @@ def test_ranks_may_open_as_many_files_as_they_need(monkeypatch: pytest.MonkeyPat
     limits[:] = [starting.resource.RLIM_INFINITY] * 2
     starting._allow_files(2)
     assert limits == [starting.resource.RLIM_INFINITY] * 2
+
+
+def _few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, limit: int, used: int) -> None:
+    own, group = tmp_path / "cgroup", tmp_path / "pids" / "job"
+    own.write_text("8:pids:/job\n0::/\n")
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "pids.max").write_text(f"{limit}\n")
+    (group / "pids.current").write_text(f"{used}\n")
+    (group.parent / "pids.max").write_text("max\n")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", own)
+
+
+def test_ranks_that_the_system_cannot_start_are_refused_with_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _few_processes(tmp_path, monkeypatch, limit=20, used=12)
+    with pytest.raises(UnavailableError, match=r"2 ranks need 9 .* at least, 8 of 20 are left \(pids.max"):
+        run_ranks(2, _sum, 1)
+
+    def without_threads(rank: int) -> None:
+        raise RuntimeError("Resource temporarily unavailable" if rank else "can't start new thread")
+
+    def aborts(rank: int) -> None:
+        faulthandler.disable()
+        os.abort()
+
+    _few_processes(tmp_path, monkeypatch, limit=50, used=12)
+    for function in (without_threads, aborts):
+        with pytest.raises(UnavailableError, match=r"38 of 50 are left .*; 2 ranks need up to 50"):
+            run_ranks(2, function, threads=1, timeout_s=60)
+    _few_processes(tmp_path, monkeypatch, limit=5000, used=12)
+    with pytest.raises(WorkersFailedError, match="SIGABRT"):
+        run_ranks(2, aborts, threads=1, timeout_s=60)
 
 
 def test_threads_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

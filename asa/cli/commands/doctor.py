@@ -44,7 +44,8 @@ def _looked(look: Callable[[Console], Check], console: Console) -> Check:
         return Check(name=look.__name__.strip("_"), ok=False, detail=detail, needed=False)
     except (ImportError, RuntimeError, OSError) as error:
         why = f"cannot be told: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        fix = f"pip install '{TRAINING}'" if isinstance(error, ImportError) else "repair torch first"
+        of_torch = "repair torch first" if isinstance(error, RuntimeError) else ""
+        fix = f"pip install '{TRAINING}'" if isinstance(error, ImportError) else of_torch
         return Check(name=look.__name__.strip("_"), ok=False, detail=why, needed=False, fix=fix)
 
 
@@ -116,7 +117,9 @@ def _ranks(_: Console) -> Check:
     try:
         sums = run_ranks(2, _meet, threads=1, timeout_s=20, limit_s=40)
     except AsaError as error:
-        return Check(name="ranks", ok=False, detail=str(error), fix="is the loopback interface up? try `ip link`")
+        lacks = isinstance(error, UnavailableError)  # its message says what to do
+        fix = "" if lacks else "is the loopback interface up? try `ip link`"
+        return Check(name="ranks", ok=False, detail=str(error), fix=fix)
     return Check(name="ranks", ok=sums == [3.0, 3.0], detail="2 gloo ranks met and reduced a tensor")
 
 

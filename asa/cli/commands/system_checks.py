@@ -54,7 +54,9 @@ def open_files(_: Console) -> Check:
         ok=unlimited or soft >= _FILES,
         detail="no limit of open files" if unlimited else f"{soft} open files a process",
         needed=False,
-        fix=f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
+        fix="let root raise the hard limit, which is as low"
+        if hard == soft
+        else f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
     )
 
 
