@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -333,6 +335,19 @@ def test_an_automatic_plan(tmp_path: Path) -> None:
         assert ranks == 2
         assert last < first
         assert epoch == 5
+
+
+def test_a_folder_with_a_run_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = user.model()
+    measured = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("asa.api.job.job.agreed_plan", measured)
+    monkeypatch.setattr("asa.api.job.job.find_call", measured)
+    job = partial(asa.Job, net, user.optimizer(net), user.loader(), loss_fn)
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"up to step_00000004; resume=True continues it, or choose another out$"):
+        job(out=tmp_path)
 
 
 def test_what_a_job_refuses() -> None:

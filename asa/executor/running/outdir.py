@@ -52,17 +52,24 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
     with stream:
         _lock(stream, folder)
         checkpoint.sweep(folder / CHECKPOINTS)
-        saved = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*"))
-        if saved and not resume:
-            raise UsageError(
-                f"{folder} contains a run, up to {saved[-1]}; --resume continues it, or choose another --out"
-            )
+        check_unused(folder, resume=resume)
         try:
             yield folder
         finally:
             checkpoint.sweep(folder / CHECKPOINTS)
             with contextlib.suppress(OSError):
                 (folder / LOCK).unlink()
+
+
+def check_unused(folder: Path, *, resume: bool) -> None:
+    """Check that the run in ``folder``, if there is one, is to be continued.
+
+    Raises:
+        UsageError: it is not.
+    """
+    saved = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*") if "." not in p.name)
+    if saved and not resume:
+        raise UsageError(f"{folder} contains a run, up to {saved[-1]}; --resume continues it, or choose another --out")
 
 
 def _probe(folder: Path) -> None:
