@@ -261,6 +261,9 @@ def test_ranks_that_the_system_cannot_start_are_refused_with_its_limit(
     _few_processes(tmp_path, monkeypatch, limit=20, used=12)
     with pytest.raises(UnavailableError, match=r"2 ranks need 9 .* at least, 8 of 20 are left \(pids.max"):
         run_ranks(2, _sum, 1)
+    _few_processes(tmp_path, monkeypatch, limit=42, used=12)
+    with pytest.raises(UnavailableError, match=r"2 ranks need 31 .* at least, 30 of 42"):
+        run_ranks(2, _sum, 1, watched=True)
 
     def without_threads(rank: int) -> None:
         raise RuntimeError("Resource temporarily unavailable" if rank else "can't start new thread")
@@ -514,6 +517,31 @@ def test_blame_goes_by_evidence_not_by_arrival() -> None:
     watchdog = Outcome.of_exit(-signal.SIGABRT, "nccl")
     assert culprit({0: watchdog}, 2, 5)[0] == 1, "nccl aborts the rank that waits"  # type: ignore[index]
     assert PreemptedError.exit_code == 75
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("quota_us", "cores"), [(None, 8), (100_000, 2), (70_000, 2), (10_000, 1), (900_000, 8)])
+def test_a_quota_of_processor_time_is_a_number_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, quota_us: int | None, cores: int
+) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("3:cpuacct,cpu:/job/rank\n" if version == 1 else "0::/job/rank\n")
+    folder = tmp_path / ("cpu/job" if version == 1 else "job")
+    folder.mkdir(parents=True)
+    if version == 1:
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota_us or -1}\n")
+        (folder / "cpu.cfs_period_us").write_text("50000\n")
+    else:
+        (folder / "cpu.max").write_text(f"{quota_us or 'max'} 50000\n")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", own)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    devices._cores_of_quota.cache_clear()
+    try:
+        assert devices.usable_cores() == cores
+    finally:
+        devices._cores_of_quota.cache_clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")

@@ -14,6 +14,7 @@ from asa.cli.commands import system_checks
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Verb
 from asa.errors import TRAINING, UnavailableError
+from asa.launch import usable_cores
 from asa.report.text.checks import Check, render
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _torch(_: Console) -> Check:
 
 
 def _cores(_: Console) -> Check:
-    cores = system_checks.cores()
+    cores = usable_cores()
     return Check(
         name="cores",
         ok=cores > 1,
