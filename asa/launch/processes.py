@@ -7,14 +7,16 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from asa.errors import UnavailableError
+from asa.errors import UnavailableError, WorkersFailedError
 from asa.ir import control_groups
 
-_FEWEST, _USUAL = 4, 25
-"""Threads of a rank: the fewest with which it comes up, and as many as any plan was seen to need."""
+_FEWEST, _FEWEST_TRAINING, _MOST = 4, 15, 25
+"""Threads of a rank: the fewest with which it comes up, with which it trains, and as many as any plan was seen to
+need."""
 _SIGNS = ("can't start new thread", "Resource temporarily unavailable")
 
 
@@ -35,13 +37,13 @@ def room() -> Room | None:
     return min((*_of_groups(), *_of_user()), key=lambda r: r.left, default=None)
 
 
-def check(num_ranks: int) -> None:
-    """Check that ``num_ranks`` ranks can come up.
+def check(num_ranks: int, *, training: bool) -> None:
+    """Check that ``num_ranks`` ranks can come up, or train.
 
     Raises:
         UnavailableError: they cannot.
     """
-    left, needed = room(), 1 + _FEWEST * num_ranks
+    left, needed = room(), 1 + num_ranks * (_FEWEST_TRAINING if training else _FEWEST)
     if left is not None and left.left < needed:
         raise UnavailableError(f"{num_ranks} ranks need {needed} processes and threads at least, {left}; raise it")
 
@@ -56,17 +58,18 @@ def is_short(error: BaseException) -> bool:
 def shortage(what: str, left: Room | None, num_ranks: int = 0) -> str:
     """Message that ``what`` failed for lack of processes or threads, of which ``left`` were left."""
     known = "" if left is None else f"; {left}"
-    ranks = f"; {num_ranks} ranks need up to {_USUAL * num_ranks}" if num_ranks else ""
+    ranks = f"; {num_ranks} ranks need up to {_MOST * num_ranks}" if num_ranks else ""
     return (
         f"{what}: the system allows no more processes or threads{known}{ranks}; raise the limit, or end other processes"
     )
 
 
-def explains(line: str, aborted: bool, left: Room | None, num_ranks: int) -> bool:
+def explains(error: WorkersFailedError, left: Room | None, num_ranks: int) -> bool:
     """Whether a lack of processes explains that one of ``num_ranks`` ranks, with ``left`` before them, failed with
-    ``line``, or was ``aborted``, as C++ libraries do."""
-    few = left is not None and left.left < 1 + _USUAL * num_ranks
-    return any(sign in line for sign in _SIGNS) or (few and aborted)
+    ``error``. Without a thread, libraries in C++ abort, or hang."""
+    few = left is not None and left.left < 1 + _MOST * num_ranks
+    silent = error.signal == signal.SIGABRT or (error.lost and error.signal is None)
+    return any(sign in str(error) for sign in _SIGNS) or (few and silent)
 
 
 def _of_groups() -> list[Room]:

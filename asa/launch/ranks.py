@@ -114,7 +114,7 @@ def run_ranks(
             "plan for fewer, or run on the CPU"
         )
     _allow_files(num_ranks)
-    processes.check(num_ranks)
+    processes.check(num_ranks, training=watched)
     deadline, restarted = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
         limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
@@ -138,7 +138,7 @@ def run_ranks(
                     raise
                 raise UnavailableError(processes.shortage("ranks cannot be started", room, num_ranks)) from error
             except WorkersFailedError as error:
-                if processes.explains(str(error), error.signal == signal.SIGABRT, room, num_ranks):
+                if processes.explains(error, room, num_ranks):
                     raise UnavailableError(processes.shortage(str(error), room, num_ranks)) from error
                 error.stopping = crew.stopping
                 if crew.stopping or restarted or once_started is not None or not crew.unmet:
