@@ -281,6 +281,12 @@ def test_ranks_that_the_system_cannot_start_are_refused_with_its_limit(
         run_ranks(2, aborts, threads=1, timeout_s=60)
 
 
+def test_a_network_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    with pytest.raises(UnavailableError, match=r"GLOO_SOCKET_IFNAME=none7: no such network interface.* this host has"):
+        run_ranks(1, _sum, 1, threads=1, timeout_s=60)
+
+
 def test_threads_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_fork_computes", lambda threads: False)
     with pytest.raises(UsageError, match=r"set_num_threads\(1\)"):
