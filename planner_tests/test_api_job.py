@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import asa
 from asa.cli.commands.explain import events
-from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.errors import NoCheckpointError, PreemptedError, UsageError, WorkersFailedError
 from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults, run_ranks
@@ -337,7 +337,7 @@ def test_an_automatic_plan(tmp_path: Path) -> None:
         assert epoch == 5
 
 
-def test_a_folder_with_a_run_is_refused_before_anything_is_measured(
+def test_a_folder_that_does_not_fit_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = user.model()
@@ -348,6 +348,8 @@ def test_a_folder_with_a_run_is_refused_before_anything_is_measured(
     (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"up to step_00000004; resume=True continues it, or choose another out$"):
         job(out=tmp_path)
+    with pytest.raises(NoCheckpointError, match=r"other/checkpoints; leave out resume=True to start anew$"):
+        job(out=tmp_path / "other", resume=True)
 
 
 def test_what_a_job_refuses() -> None:

@@ -46,7 +46,7 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatches_of
 from asa.executor.model.template import TracedTemplate
-from asa.executor.running.outdir import CHECKPOINTS, check_unused, owned
+from asa.executor.running.outdir import CHECKPOINTS, check_run, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import RunLog, known
@@ -174,7 +174,7 @@ class Job:
         self._stack = ExitStack()
         if out is not None and not late:  # before minutes of profiling
             with _in_words_of_python():
-                context.votes.once(partial(check_unused, Path(out), resume=resume))
+                context.votes.once(partial(check_run, Path(out), resume=resume))
         self._replan = replan
         self._loop: Loop | None = None
         votes = context.votes

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError, UsageError
 from asa.executor.training import checkpoint
 from asa.ir.units import GIB, MIB
 from asa.reading import open_regular
@@ -59,6 +59,17 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
             checkpoint.sweep(folder / CHECKPOINTS)
             with contextlib.suppress(OSError):
                 (folder / LOCK).unlink()
+
+
+def check_run(folder: Path, *, resume: bool) -> None:
+    """Check that there is a run in ``folder`` if one is to be continued, and none otherwise.
+
+    Raises:
+        NoCheckpointError: there is none. UsageError: there is one.
+    """
+    if resume and not any((folder / CHECKPOINTS).glob("step_*")):
+        raise NoCheckpointError(f"no checkpoint in {folder / CHECKPOINTS}; leave out --resume to start anew")
+    check_unused(folder, resume=resume)
 
 
 def check_unused(folder: Path, *, resume: bool) -> None:
