@@ -262,6 +262,13 @@ def test_a_system_that_starts_no_more_processes_is_no_fault_of_the_program(capsy
     assert "the system allows no more processes or threads" in refused(capsys, 5, "profile", "cnn")
 
 
+def test_a_limit_of_the_size_of_files_is_named(capsys, monkeypatch):
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG), "large.json")
+    monkeypatch.setattr("asa.profiler.measure.build", Mock(side_effect=error))
+    said = refused(capsys, 5, "profile", "cnn")
+    assert said.endswith("large.json: File too large; raise the largest size of a file: ulimit -f unlimited")
+
+
 def test_a_trace_that_cannot_be_written_is_one_document(place, capsys):
     (place / "file").write_text("")
     assert entry.run(["plan", "--gpus", "1", "--time-limit", "0.1s", "-o", "p.json"]) == 0
