@@ -55,6 +55,18 @@ def _check(path: Path, mode: int) -> None:
         raise InvalidInputError(f"cannot use {path}: it is {_kind(mode)}, not a regular file")
 
 
+def user_cache() -> Path:
+    """asa's folder in the user's cache. For a user without a home, as a container may have, it is a path at which
+    nothing can be written: what would be stored is made again."""
+    from platformdirs import user_cache_path
+
+    try:
+        path = user_cache_path("asa")
+    except RuntimeError:
+        return Path(os.devnull) / "asa"
+    return path if path.is_absolute() else Path(os.devnull) / "asa"  # older versions of platformdirs
+
+
 def kind_at(path: Path | str) -> str:
     """What is at ``path``, in words such as "a directory"; empty if there is nothing, or the path is empty."""
     try:

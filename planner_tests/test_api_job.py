@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import asa
 from asa.cli.commands.explain import events
-from asa.errors import PreemptedError, UsageError, WorkersFailedError
+from asa.errors import NoCheckpointError, PreemptedError, UsageError, WorkersFailedError
 from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults, run_ranks
@@ -333,6 +335,21 @@ def test_an_automatic_plan(tmp_path: Path) -> None:
         assert ranks == 2
         assert last < first
         assert epoch == 5
+
+
+def test_a_folder_that_does_not_fit_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = user.model()
+    measured = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("asa.api.job.job.agreed_plan", measured)
+    monkeypatch.setattr("asa.api.job.job.find_call", measured)
+    job = partial(asa.Job, net, user.optimizer(net), user.loader(), loss_fn)
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"up to step_00000004; resume=True continues it, or choose another out$"):
+        job(out=tmp_path)
+    with pytest.raises(NoCheckpointError, match=r"other/checkpoints; leave out resume=True to start anew$"):
+        job(out=tmp_path / "other", resume=True)
 
 
 def test_what_a_job_refuses() -> None:

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import nouns
 import pytest
@@ -251,6 +252,21 @@ def test_memory_that_ran_out_is_no_fault_of_the_program(capsys, monkeypatch):
 
     monkeypatch.setattr("asa.profiler.measure.build", hungry)
     assert "memory ran out in this process, which asked for 2.00 GiB" in refused(capsys, 5, "profile", "cnn")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+)
+def test_a_system_that_starts_no_more_processes_is_no_fault_of_the_program(capsys, monkeypatch, error):
+    monkeypatch.setattr("asa.profiler.measure.build", Mock(side_effect=error))
+    assert "the system allows no more processes or threads" in refused(capsys, 5, "profile", "cnn")
+
+
+def test_a_limit_of_the_size_of_files_is_named(capsys, monkeypatch):
+    error = OSError(errno.EFBIG, os.strerror(errno.EFBIG), "large.json")
+    monkeypatch.setattr("asa.profiler.measure.build", Mock(side_effect=error))
+    said = refused(capsys, 5, "profile", "cnn")
+    assert said.endswith("large.json: File too large; raise the largest size of a file: ulimit -f unlimited")
 
 
 def test_a_trace_that_cannot_be_written_is_one_document(place, capsys):

@@ -111,6 +111,8 @@ def test_what_is_too_small_is_said_with_its_remedy(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     files = system_checks.open_files(CONSOLE)
     assert (files.ok, files.fix) == (False, "ulimit -n 4096")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert "hard limit" in system_checks.open_files(CONSOLE).fix
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert system_checks.open_files(CONSOLE).ok
 

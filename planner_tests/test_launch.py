@@ -21,6 +21,7 @@ from started import free_port
 from torch.distributed.distributed_c10d import _get_default_store
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
+from asa.ir import control_groups
 from asa.launch import (
     TorchrunRank,
     cuda_devices,
@@ -241,6 +242,49 @@ def test_ranks_may_open_as_many_files_as_they_need(monkeypatch: pytest.MonkeyPat
     limits[:] = [starting.resource.RLIM_INFINITY] * 2
     starting._allow_files(2)
     assert limits == [starting.resource.RLIM_INFINITY] * 2
+
+
+def _few_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, limit: int, used: int) -> None:
+    own, group = tmp_path / "cgroup", tmp_path / "pids" / "job"
+    own.write_text("8:pids:/job\n0::/\n")
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "pids.max").write_text(f"{limit}\n")
+    (group / "pids.current").write_text(f"{used}\n")
+    (group.parent / "pids.max").write_text("max\n")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", own)
+
+
+def test_ranks_that_the_system_cannot_start_are_refused_with_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _few_processes(tmp_path, monkeypatch, limit=20, used=12)
+    with pytest.raises(UnavailableError, match=r"2 ranks need 9 .* at least, 8 of 20 are left \(pids.max"):
+        run_ranks(2, _sum, 1)
+    _few_processes(tmp_path, monkeypatch, limit=42, used=12)
+    with pytest.raises(UnavailableError, match=r"2 ranks need 31 .* at least, 30 of 42"):
+        run_ranks(2, _sum, 1, watched=True)
+
+    def without_threads(rank: int) -> None:
+        raise RuntimeError("Resource temporarily unavailable" if rank else "can't start new thread")
+
+    def aborts(rank: int) -> None:
+        faulthandler.disable()
+        os.abort()
+
+    _few_processes(tmp_path, monkeypatch, limit=50, used=12)
+    for function in (without_threads, aborts):
+        with pytest.raises(UnavailableError, match=r"38 of 50 are left .*; 2 ranks need up to 50"):
+            run_ranks(2, function, threads=1, timeout_s=60)
+    _few_processes(tmp_path, monkeypatch, limit=5000, used=12)
+    with pytest.raises(WorkersFailedError, match="SIGABRT"):
+        run_ranks(2, aborts, threads=1, timeout_s=60)
+
+
+def test_a_network_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    with pytest.raises(UnavailableError, match=r"GLOO_SOCKET_IFNAME=none7: no such network interface.* this host has"):
+        run_ranks(1, _sum, 1, threads=1, timeout_s=60)
 
 
 def test_threads_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,6 +523,31 @@ def test_blame_goes_by_evidence_not_by_arrival() -> None:
     watchdog = Outcome.of_exit(-signal.SIGABRT, "nccl")
     assert culprit({0: watchdog}, 2, 5)[0] == 1, "nccl aborts the rank that waits"  # type: ignore[index]
     assert PreemptedError.exit_code == 75
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("quota_us", "cores"), [(None, 8), (100_000, 2), (70_000, 2), (10_000, 1), (900_000, 8)])
+def test_a_quota_of_processor_time_is_a_number_of_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, quota_us: int | None, cores: int
+) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("3:cpuacct,cpu:/job/rank\n" if version == 1 else "0::/job/rank\n")
+    folder = tmp_path / ("cpu/job" if version == 1 else "job")
+    folder.mkdir(parents=True)
+    if version == 1:
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota_us or -1}\n")
+        (folder / "cpu.cfs_period_us").write_text("50000\n")
+    else:
+        (folder / "cpu.max").write_text(f"{quota_us or 'max'} 50000\n")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", own)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    devices._cores_of_quota.cache_clear()
+    try:
+        assert devices.usable_cores() == cores
+    finally:
+        devices._cores_of_quota.cache_clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asa.instruments import memory_limits
+from asa.ir import control_groups
 
 MIB = 1 << 20
 
@@ -35,8 +36,8 @@ def test_the_fullest_group_around_a_process_counts(
     own.write_text("12:cpu,cpuacct:/\n11:memory:/job/rank\n" if version == 1 else "0::/job/rank\n")
     groups = dict.fromkeys(("", "job", "job/rank"), (None, 90 * MIB, 8 * MIB))
     _tree(tmp_path / "groups", version, groups | {limited: (100 * MIB, 90 * MIB, 8 * MIB)})
-    monkeypatch.setattr(memory_limits, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(memory_limits, "_OWN_GROUPS", own)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", own)
     found = {r.kind: r for r in memory_limits.limits_of(torch.device("cpu"))}
     assert found["group"].full == pytest.approx(0.98), "what processes share cannot be given back, either"
     _tree(tmp_path / "groups", version, {limited: (None, 90 * MIB, 8 * MIB)})

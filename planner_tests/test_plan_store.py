@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
+from asa.api.plans.planned import _kept
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.launch import run_ranks
@@ -74,3 +75,9 @@ def test_a_stored_plan_is_for_one_request(tmp_path: Path) -> None:
     links.write_text(Path(LINKS).read_text())
     found = run_ranks(2, _walk, tmp_path / "plans", links, threads=1, timeout_s=120)[0]
     assert found == {name: name not in ("again", "at last") for name in found}
+
+
+def test_whether_a_plan_is_kept_is_said(tmp_path: Path) -> None:
+    assert _kept(tmp_path / "later" / "plans") == "the plan is kept for the next time"
+    assert _kept(None) == "nothing is kept for the next time"
+    assert "/dev/null cannot be written: name another folder" in _kept(Path("/dev/null/asa/plans"))

@@ -519,6 +519,15 @@ def test_text_stands_out_from_the_paper_in_both_schemes():
             assert (high + 0.05) / (low + 0.05) >= 4.5, name
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("kind", ["pdf", "png"])
+def test_a_figure_that_cannot_be_written_is_named(tmp_path: Path, kind: str) -> None:
+    chart = charts.memory(nouns.bench())
+    (tmp_path / f"{chart.name}.{kind}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"No space left on device.*{chart.name}.{kind}"):
+        page.draw(chart, tmp_path)
+
+
 def test_the_same_comparison_gives_the_same_figure(written, tmp_path):
     _, svg = page.draw(charts.memory(nouns.bench()), tmp_path)
     assert (tmp_path / "memory.svg").read_text() == (written / "figures/memory.svg").read_text()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import asa
+from asa.errors import UnavailableError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_state, load_full_optimizer_state
 from asa.executor.model.votes import Votes
@@ -162,3 +165,9 @@ def _noted(net: Any, opt: torch.optim.Optimizer, batches: Any) -> State:
 
 def test_state_that_a_module_makes_itself_is_saved_and_loaded() -> None:
     assert_as_alone(Program(model=Noting, x=numbers(12, 4), y=classes(12, 3), loop=_noted), ["ddp", "fsdp", "tensor"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_state_that_a_full_disk_does_not_take_is_said_so() -> None:
+    with pytest.raises(UnavailableError, match="/dev/full cannot be written: No space left on device"):
+        asa.save({"weight": torch.zeros(1000)}, "/dev/full")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from asa.errors import UsageError
+from asa.reading import user_cache
 from asa.zoo import models
 from asa.zoo.data import GlobalOrder, ImageSet, cache, cifar, fetch, open_split
 from asa.zoo.data.official import CIFAR100
@@ -97,6 +101,27 @@ def test_an_unwritable_cache_is_done_without(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tempfile.tempdir", str(spare))
     assert digest(open_split("mnist", split="test", root=None)) == before
     assert list(spare.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_entered_or_has_no_place_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(open_split("mnist", split="test", root=None))
+
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if "official" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return os.stat(path, **options)
+
+    with monkeypatch.context() as patch:  # as of a home that belongs to another user
+        patch.setattr(Path, "stat", stat)
+        patch.setattr(cache, "folder", lambda: tmp_path)
+        assert digest(open_split("mnist", split="test", root=None)) == before
+    for home in (RuntimeError("no home"), Path("~/.cache/asa")):  # newer and older versions of platformdirs
+        monkeypatch.setattr("platformdirs.user_cache_path", Mock(side_effect=[home]))
+        assert user_cache() == Path("/dev/null/asa")
+    monkeypatch.setattr(cache, "folder", lambda: Path("/dev/null/asa/datasets"))
+    assert digest(open_split("mnist", split="test", root=None)) == before
 
 
 def accuracy(name: str, epochs: int, lr: float, model: str) -> float:

@@ -15,6 +15,7 @@ from asa.cli import ending
 from asa.cli.console import Console, legible_stdout, reaching_stdout
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import AsaError, UnavailableError, UsageError, lacking
+from asa.launch import processes
 
 if TYPE_CHECKING:
     from asa.cli.verb import Arguments
@@ -25,6 +26,7 @@ _REMEDIES = {
     errno.EROFS: "; work in a folder that can be written",
     errno.EACCES: "; change its permissions, or work in another folder",
     errno.EMFILE: "; raise the number of open files: ulimit -n 4096",
+    errno.EFBIG: "; raise the largest size of a file: ulimit -f unlimited",
 }
 """What to do about an error of the system that no part of the command foresaw."""
 
@@ -63,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     except OSError as error:
         # Of two names (a rename) the second is the target; the first may be a temporary file.
         if error.errno == errno.ENOMEM:
+            return _internal(console, error, debug)
+        if processes.is_short(error):
             return _internal(console, error, debug)
         if error.errno == errno.ENOENT and not error.filename and _is_homeless():
             gone = "the working directory no longer exists; change to one that does"
@@ -169,6 +173,9 @@ def _internal(console: Console, error: Exception, debug: bool) -> int:
     if is_exhaustion(error):
         much = f", which asked for {binary(asked(error))}" if asked(error) else ""
         what = f"memory ran out in this process{much}; take a smaller --global-batch, --input or model"
+        return _end(console, what, UnavailableError.exit_code, debug)
+    if processes.is_short(error):
+        what = processes.shortage("this command cannot go on", processes.room())
         return _end(console, what, UnavailableError.exit_code, debug)
     what = f"internal error: {type(error).__name__}: {error}; set ASA_DEBUG=1 to see the traceback"
     return _end(console, what, AsaError.exit_code, debug)

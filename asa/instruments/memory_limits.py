@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from asa.ir import control_groups
+
 _KIB = 1024
 
 
@@ -102,28 +103,14 @@ def _group() -> tuple[int, int] | None:
 
     File caches do not count as in use; memory that processes share does.
     """
-    try:
-        lines = _OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        if names and "memory" not in names.split(","):
-            continue
-        root = _GROUPS / "memory" if names else _GROUPS
-        limit_file, prefix = ("memory.limit_in_bytes", "total_") if names else ("memory.max", "")
-        own = root / path.lstrip("/")
-        inside = root == own or root in own.parents
+    for version, folders in control_groups.folders("memory"):
+        limit_file, prefix = ("memory.limit_in_bytes", "total_") if version == 1 else ("memory.max", "")
         usages = []
-        for folder in (
-            own,
-            *(p for p in own.parents if inside and (p == root or root in p.parents)),
-            root,
-        ):
+        for folder in folders:
             try:
                 limit = int((folder / limit_file).read_text())
                 stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                used = int(stat[f"{prefix}rss" if names else "anon"]) + int(stat.get(f"{prefix}shmem", 0))
+                used = int(stat[f"{prefix}rss" if version == 1 else "anon"]) + int(stat.get(f"{prefix}shmem", 0))
             except (OSError, ValueError, KeyError):
                 continue  # "max", or the path is that of another namespace
             usages.append((used, limit))

@@ -182,7 +182,7 @@ def save(value: Any, path: Path) -> None:
     write(dumps(value), path)
 
 
-def write(text: str, path: Path) -> None:
+def write(text: str | bytes, path: Path) -> None:
     """Write ``text`` to ``path`` atomically: readers see the old file or the complete new one, even if the disk is
     full.
 
@@ -191,9 +191,9 @@ def write(text: str, path: Path) -> None:
         UsageError: it has the name of a file that is not UTF-8.
     """
     try:
-        data = text.encode()
+        data = text if isinstance(text, bytes) else text.encode()
     except UnicodeEncodeError as error:
-        name = text[max(0, error.start - 20) : error.end + 20]
+        name = error.object[max(0, error.start - 20) : error.end + 20]
         raise UsageError(f"{path} cannot hold {name!a}, which is not UTF-8; rename that file or folder") from None
     with replacing(path) as temporary:
         temporary.write_bytes(data)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
 import platform
 import re
@@ -9,6 +12,7 @@ import sys
 from pathlib import Path
 
 from asa.errors import UnavailableError
+from asa.ir import control_groups
 
 # Makes torch look for CUDA through NVML, since the CUDA runtime cannot be used after a fork once initialized.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -19,15 +23,32 @@ _shared: int | None = None
 
 
 def usable_cores() -> int:
-    """Number of cores that this process and its siblings may use (its affinity, not the machine's count).
+    """Number of cores that this process and its siblings may use: its affinity, not the machine's count, and no more
+    than a quota of processor time gives it.
 
     If the process has bound itself to one core, this is the number before that.
     """
     if _shared is not None:
         return _shared
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return min(len(os.sched_getaffinity(0)), _cores_of_quota())
     return os.cpu_count() or 1
+
+
+@functools.cache  # ranks must agree, also if a quota is changed
+def _cores_of_quota() -> int:
+    """Number of cores, rounded up, whose time the control groups of this process may use (``docker run --cpus 2``)."""
+    cores = float(sys.maxsize)
+    for version, folders in control_groups.folders("cpu"):
+        for folder in folders:
+            with contextlib.suppress(OSError, ValueError):  # "max", or a folder that is not there
+                if version == 2:
+                    texts = (folder / "cpu.max").read_text().split()
+                else:
+                    texts = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+                quota, period = map(int, texts)
+                cores = min(cores, quota / period) if quota > 0 else cores
+    return math.ceil(cores)
 
 
 def cpu_name() -> str:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import TCPStore
 
 from asa.errors import AsaError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
-from asa.launch import alive, signals
+from asa.launch import alive, processes, signals
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.environments import environment
@@ -102,7 +102,8 @@ def run_ranks(
         WorkersFailedError: names the rank that caused the failure; the others were killed.
         AsaError: raised by a rank, and raised here unchanged.
         PreemptedError: a signal came while there was nothing to save.
-        UnavailableError: there are more nccl ranks than CUDA devices, or a process may open too few files.
+        UnavailableError: there are more nccl ranks than CUDA devices, or the system allows too few open files,
+            processes or threads.
         UsageError: a number below 1, or ``threads > 1`` in a process that has itself computed with several threads.
     """
     if num_ranks < 1 or (threads is not None and threads < 1):
@@ -113,6 +114,7 @@ def run_ranks(
             "plan for fewer, or run on the CPU"
         )
     _allow_files(num_ranks)
+    processes.check(num_ranks, training=watched)
     deadline, restarted = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
         limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
@@ -120,6 +122,7 @@ def run_ranks(
             num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None, spare=spare,
             returns=returns,
         )  # fmt: skip
+        room = processes.room()
         with _sigterm(crew, forward_sigterm, idle_until_begun):
             try:
                 with held_while_starting(forward_sigterm):  # delivered once ranks have their handlers
@@ -130,7 +133,13 @@ def run_ranks(
                 if once_started is not None:
                     once_started()
                 return crew.listen(on_message, deadline)
+            except (OSError, RuntimeError) as error:
+                if not processes.is_short(error):
+                    raise
+                raise UnavailableError(processes.shortage("ranks cannot be started", room, num_ranks)) from error
             except WorkersFailedError as error:
+                if processes.explains(error, room, num_ranks):
+                    raise UnavailableError(processes.shortage(str(error), room, num_ranks)) from error
                 error.stopping = crew.stopping
                 if crew.stopping or restarted or once_started is not None or not crew.unmet:
                     raise

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
 from torch.distributed.distributed_c10d import _get_default_store
 
-from asa.errors import AsaError, WorkersFailedError, place_of
+from asa.errors import AsaError, UnavailableError, WorkersFailedError, place_of
 from asa.launch import alive, faults
 from asa.launch.environments import Environment
 from asa.launch.heap import keep_freed_memory
@@ -299,9 +299,28 @@ def come_late(rank: int, num_ranks: int, store: Store) -> None:
 
 
 def form_group(backend: str, store: Store, rank: int, num_ranks: int, local_rank: int, timeout: timedelta) -> None:
-    """Join the default process group. With ``nccl`` there is also gloo, for votes that must not wait for the device."""
+    """Join the default process group. With ``nccl`` there is also gloo, for votes that must not wait for the device.
+
+    Raises:
+        UnavailableError: the network interface that ranks are to use is not there, or has no address.
+    """
     global _store
     _store = store
+    try:
+        _init_group(backend, store, rank, num_ranks, local_rank, timeout)
+    except RuntimeError as error:
+        if "Unable to find address for" not in str(error):
+            raise
+        named = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '')}"
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        raise UnavailableError(
+            f"{named}: no such network interface, or none with an address; this host has {there}: name one, or unset it"
+        ) from None
+
+
+def _init_group(
+    backend: str, store: Store, rank: int, num_ranks: int, local_rank: int, timeout: timedelta
+) -> None:  # fmt: skip
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

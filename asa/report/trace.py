@@ -47,5 +47,4 @@ def save_together(planned: Timeline, measured: Sequence[Path], path: Path) -> No
     """Write :func:`together` of the ranks' own traces to ``path``, compressed."""
     documents = [json.loads(gzip.decompress(read_bytes(p))) for p in measured]
     text = json.dumps(together(planned, documents), allow_nan=False).encode()
-    with codec.replacing(path) as temporary:
-        temporary.write_bytes(gzip.compress(text, mtime=0))
+    codec.write(gzip.compress(text, mtime=0), path)

@@ -54,8 +54,7 @@ def save_trace(timeline: Timeline, path: Path) -> None:
     """
     text = json.dumps(chrome_trace(timeline), allow_nan=False).encode()
     try:
-        with codec.replacing(path) as temporary:
-            temporary.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        codec.write(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text, path)
     except OSError as error:
         raise UnavailableError(
             f"cannot write the trace to {path}: {error.strerror or error}; name another file"

@@ -6,7 +6,7 @@ import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,13 @@ from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
 from asa.api.tensors.retired import retire_in_job
-from asa.errors import UsageError, WorkersFailedError
+from asa.errors import AsaError, UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatches_of
 from asa.executor.model.template import TracedTemplate
-from asa.executor.running.outdir import CHECKPOINTS, owned
+from asa.executor.running.outdir import CHECKPOINTS, check_run, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import RunLog, known
@@ -172,6 +172,9 @@ class Job:
         self._context = context = join_ranks(device, timeout_s)
         late, context.votes.announced = latecomer() is not None, []
         self._stack = ExitStack()
+        if out is not None and not late:  # before minutes of profiling
+            with _in_words_of_python():
+                context.votes.once(partial(check_run, Path(out), resume=resume))
         self._replan = replan
         self._loop: Loop | None = None
         votes = context.votes
@@ -283,9 +286,10 @@ class Job:
         self._log: RunLog | None = None
         self._on_event = on_event if context.rank == 0 else None
         if out is not None:
-            votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
-            if resume and not late:
-                resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
+            with _in_words_of_python():
+                votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
+                if resume and not late:
+                    resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
             self._log = RunLog(Path(out)) if context.rank == 0 else None
         self._executor = UserExecutor(
             chosen,
@@ -428,6 +432,16 @@ class Job:
         """Destroy the plan's process groups and release the folder (collective)."""
         self._executor.close()
         self._stack.close()
+
+
+@contextmanager
+def _in_words_of_python() -> Iterator[None]:
+    """Context in which an error names arguments of :class:`Job` in place of options of ``asa train``."""
+    try:
+        yield
+    except AsaError as error:
+        error.args = (str(error).replace("--resume", "resume=True").replace("--out", "out"),)
+        raise
 
 
 def _several(batches: GlobalBatches, divide: Callable[[Any], tuple[Any, Any]]) -> Call | None:

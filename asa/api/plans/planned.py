@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import time
 import warnings
@@ -38,6 +39,7 @@ from asa.launch import faults
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
 from asa.planner.space.baselines import names as strategy_names
+from asa.reading import user_cache
 from asa.scheduler import Model
 from asa.scheduler.background import BackgroundSearch
 from asa.scheduler.model import Asked, Question
@@ -75,10 +77,7 @@ def agreed_plan(
         votes.once(lambda: _check_request(context, options))
         cluster = _cluster(context, options)
         remaining = replace(options, time_limit_s=max(_LEAST_S, options.time_limit_s - (time.perf_counter() - started)))
-        say(
-            context,
-            f"measuring the model, for up to {remaining.time_limit_s:.0f} s; the plan is kept for the next time",
-        )
+        say(context, f"measuring the model, for up to {remaining.time_limit_s:.0f} s; {_kept(options.cache)}")
         result = votes.once(lambda: _measure_and_plan(context, model, example, remaining, cluster))
         if result is not None and stored is not None:
             stored.write(*result)
@@ -88,6 +87,16 @@ def agreed_plan(
         for line in _notes_on(agreed, options):
             warnings.warn(line, stacklevel=3)
     return agreed, None if result is None else result[1]
+
+
+def _kept(cache: Path | None) -> str:
+    """Whether what is measured is stored in the folder ``cache``, in words."""
+    if cache is None:
+        return "nothing is kept for the next time"
+    folder = next(p for p in (cache, *cache.parents) if os.path.exists(p))
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return "the plan is kept for the next time"
+    return f"nothing is kept for the next time, as {folder} cannot be written: name another folder with cache=DIR"
 
 
 def _notes_on(plan: Plan, options: PlanOptions) -> list[str]:
@@ -126,7 +135,7 @@ def _cluster(context: RankContext, options: PlanOptions) -> Cluster | None:
     from asa.profiler.interconnect import measure_group
 
     limit = min(_LINKS_S, _LINKS_SHARE * options.time_limit_s)
-    say(context, f"measuring the links between {context.ranks} ranks, for about {limit:.0f} s, once per machine")
+    say(context, f"measuring the links between {context.ranks} ranks, for about {limit:.0f} s")
     threads = torch.get_num_threads()
     if context.device.type == "cpu":
         torch.set_num_threads(1)
@@ -152,7 +161,7 @@ def links_file(context: RankContext, options: PlanOptions) -> Path | None:
 
 
 def _read_links(path: Path | None) -> Cluster | None:
-    if path is None or not path.exists():
+    if path is None:
         return None
     try:
         return codec.load(Cluster, path)
@@ -342,9 +351,7 @@ class StoredPlan:
 
 def usual_cache() -> Path:
     """Default folder for plans of the user's own programs."""
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("asa")) / "plans"
+    return user_cache() / "plans"
 
 
 def plan_of_one(model: nn.Module, traced: TracedModel, options: PlanOptions) -> Plan:

@@ -42,8 +42,11 @@ def save(state: Any, path: Path | str) -> None:
 
     def write() -> None:
         try:
-            with codec.replacing(target) as partial:
-                torch.save(full, partial)
+            with codec.replacing(target) as partial, partial.open("wb") as stream:
+                try:
+                    torch.save(full, stream)
+                except RuntimeError as error:  # of a stream that could not be written; torch names a position in it
+                    raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         except OSError as error:
             raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
         except (pickle.PicklingError, AttributeError, TypeError) as error:

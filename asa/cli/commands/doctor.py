@@ -14,6 +14,7 @@ from asa.cli.commands import system_checks
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Verb
 from asa.errors import TRAINING, UnavailableError
+from asa.launch import usable_cores
 from asa.report.text.checks import Check, render
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def _looked(look: Callable[[Console], Check], console: Console) -> Check:
         return Check(name=look.__name__.strip("_"), ok=False, detail=detail, needed=False)
     except (ImportError, RuntimeError, OSError) as error:
         why = f"cannot be told: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        fix = f"pip install '{TRAINING}'" if isinstance(error, ImportError) else "repair torch first"
+        of_torch = "repair torch first" if isinstance(error, RuntimeError) else ""
+        fix = f"pip install '{TRAINING}'" if isinstance(error, ImportError) else of_torch
         return Check(name=look.__name__.strip("_"), ok=False, detail=why, needed=False, fix=fix)
 
 
@@ -69,7 +71,7 @@ def _torch(_: Console) -> Check:
 
 
 def _cores(_: Console) -> Check:
-    cores = system_checks.cores()
+    cores = usable_cores()
     return Check(
         name="cores",
         ok=cores > 1,
@@ -116,7 +118,9 @@ def _ranks(_: Console) -> Check:
     try:
         sums = run_ranks(2, _meet, threads=1, timeout_s=20, limit_s=40)
     except AsaError as error:
-        return Check(name="ranks", ok=False, detail=str(error), fix="is the loopback interface up? try `ip link`")
+        lacks = isinstance(error, UnavailableError)  # its message says what to do
+        fix = "" if lacks else "is the loopback interface up? try `ip link`"
+        return Check(name="ranks", ok=False, detail=str(error), fix=fix)
     return Check(name="ranks", ok=sums == [3.0, 3.0], detail="2 gloo ranks met and reduced a tensor")
 
 

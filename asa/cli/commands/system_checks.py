@@ -9,6 +9,7 @@ from typing import Any
 
 from asa.cli.console import Console
 from asa.instruments import nvml
+from asa.launch import usable_cores
 from asa.report.text.checks import Check
 from asa.report.units import size
 
@@ -16,11 +17,6 @@ _SHARED_BYTES = 2**30
 """Recommended bytes of shared memory: containers get 64 MiB by default; NCCL and data loaders need more."""
 _FILES = 1024
 _DISK_BYTES = 2 * 2**30
-
-
-def cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def driver() -> bool:
@@ -54,13 +50,15 @@ def open_files(_: Console) -> Check:
         ok=unlimited or soft >= _FILES,
         detail="no limit of open files" if unlimited else f"{soft} open files a process",
         needed=False,
-        fix=f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
+        fix="let root raise the hard limit, which is as low"
+        if hard == soft
+        else f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
     )
 
 
 def threads(_: Console) -> Check:
     """Check ``OMP_NUM_THREADS``, which sets the number of threads per rank under a launcher."""
-    text, have = os.environ.get("OMP_NUM_THREADS"), cores()
+    text, have = os.environ.get("OMP_NUM_THREADS"), usable_cores()
     if text is None:
         return Check(name="threads", ok=True, detail="OMP_NUM_THREADS is not set: ranks share the cores", needed=False)
     ok = text.isdecimal() and 0 < int(text) <= have

@@ -23,7 +23,7 @@ from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.clock import seconds_between
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
-from asa.ir.codec import replacing
+from asa.ir.codec import write
 from asa.ir.streams import Stream, piece, process
 from asa.sharding.collectives import direct
 from asa.sharding.collectives.transfer import Link
@@ -229,8 +229,7 @@ class Recorder(ComponentTimer):
             OSError: it cannot be written.
         """
         text = json.dumps(self.document(rank), allow_nan=False).encode()
-        with replacing(path) as temporary:
-            temporary.write_bytes(gzip.compress(text, mtime=0))
+        write(gzip.compress(text, mtime=0), path)
 
 
 def _of(turns: list[int], k: int) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError, UsageError
 from asa.executor.training import checkpoint
 from asa.ir.units import GIB, MIB
 from asa.reading import open_regular
@@ -52,17 +52,35 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
     with stream:
         _lock(stream, folder)
         checkpoint.sweep(folder / CHECKPOINTS)
-        saved = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*"))
-        if saved and not resume:
-            raise UsageError(
-                f"{folder} contains a run, up to {saved[-1]}; --resume continues it, or choose another --out"
-            )
+        check_unused(folder, resume=resume)
         try:
             yield folder
         finally:
             checkpoint.sweep(folder / CHECKPOINTS)
             with contextlib.suppress(OSError):
                 (folder / LOCK).unlink()
+
+
+def check_run(folder: Path, *, resume: bool) -> None:
+    """Check that there is a run in ``folder`` if one is to be continued, and none otherwise.
+
+    Raises:
+        NoCheckpointError: there is none. UsageError: there is one.
+    """
+    if resume and not any((folder / CHECKPOINTS).glob("step_*")):
+        raise NoCheckpointError(f"no checkpoint in {folder / CHECKPOINTS}; leave out --resume to start anew")
+    check_unused(folder, resume=resume)
+
+
+def check_unused(folder: Path, *, resume: bool) -> None:
+    """Check that the run in ``folder``, if there is one, is to be continued.
+
+    Raises:
+        UsageError: it is not.
+    """
+    saved = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*") if "." not in p.name)
+    if saved and not resume:
+        raise UsageError(f"{folder} contains a run, up to {saved[-1]}; --resume continues it, or choose another --out")
 
 
 def _probe(folder: Path) -> None:

@@ -193,7 +193,7 @@ def find(folder: Path) -> CheckedCheckpoint:
             return CheckedCheckpoint(path=path, manifest=manifest, notes=tuple(notes))
     if notes:
         raise NoCheckpointError(f"none of {len(notes)} checkpoints in {folder} is whole; {notes[0]}")
-    raise NoCheckpointError(f"no checkpoint in {folder}; `asa train` without --resume starts anew")
+    raise NoCheckpointError(f"no checkpoint in {folder}; leave out --resume to start anew")
 
 
 def newest_manifest(folder: Path) -> Manifest | None:

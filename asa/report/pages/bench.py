@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -216,8 +216,11 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
         svg = titled(file.getvalue(), values)
         paths = [folder / f"{chart.name}.{kind}" for kind in ("svg", "pdf", "png", "csv")]
         codec.write(svg, paths[0])
-        figure.savefig(paths[1], format="pdf", bbox_inches=box, metadata={"CreationDate": None})
-        figure.savefig(paths[2], format="png", bbox_inches=box, dpi=150)
+        # Not by matplotlib, which ends in an error of its own where the disk is full.
+        for path, options in ((paths[1], {"metadata": {"CreationDate": None}}), (paths[2], {"dpi": 150})):
+            data = BytesIO()
+            figure.savefig(data, format=path.suffix[1:], bbox_inches=box, **options)
+            codec.write(data.getvalue(), path)
     words.write_csv(paths[3], chart.columns, chart.rows)
     return paths, inline(svg, chart.name)
 

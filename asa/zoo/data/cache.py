@@ -9,10 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from asa.errors import InvalidInputError
-from asa.reading import read_bytes, read_text
+from asa.reading import read_bytes, read_text, user_cache
 from asa.zoo.data import cifar, idx
 from asa.zoo.data.archive import MAX_UNPACKED_BYTES
 from asa.zoo.data.official import Official, Split
@@ -23,7 +21,7 @@ _SUMS = "SHA256SUMS"
 
 def folder() -> Path:
     """The cache directory of asa's data sets (it need not exist yet)."""
-    return user_cache_path("asa") / "datasets"
+    return user_cache() / "datasets"
 
 
 def _files(what: Official) -> dict[str, bytes]:

@@ -70,4 +70,5 @@ def download(what: Official, directory: Path, *, opener: Opener | None = None) -
             if not (path.is_file() and path.stat().st_size == origin.size and checksum(path) == origin.sha256):
                 _get(origin, directory, opener)
     except OSError as error:
-        raise UnavailableError(f"cannot write downloads to {directory}: {error.strerror or error}") from None
+        remedy = "name another folder with --data-root"
+        raise UnavailableError(f"cannot write downloads to {directory}: {error.strerror or error}; {remedy}") from None

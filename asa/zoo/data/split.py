@@ -124,7 +124,12 @@ def _official(what: Official, split: Split, root: Path | None, fetch_it: bool, o
     if root is not None and not root.is_dir() and not fetch_it:
         state = "is not a directory" if root.exists() else "does not exist"
         raise InvalidInputError(f"--data-root {root} {state}")
-    files = _from_files(home, what, split)
+    try:
+        files = _from_files(home, what, split)
+    except OSError:
+        if root is not None:
+            raise
+        files = None  # the cache is another user's
     if files is None and fetch_it:
         download(what, home, opener=opener)
         files = _from_files(home, what, split)
