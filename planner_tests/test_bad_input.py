@@ -143,7 +143,7 @@ def test_a_comparison_is_refused_before_anything_is_measured(argv, code, words, 
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("measured something")
 
-    monkeypatch.setattr("asa.cli.choose.profile_here", measured)
+    monkeypatch.setattr("asa.cli.choose.local_profile", measured)
     monkeypatch.setattr("asa.profiler.interconnect.measure_cluster", measured)
     (place / "file").write_text("")
     (place / "torn").mkdir()

@@ -11,7 +11,7 @@ import torch
 
 from asa.cli import bench_setup, emulated
 from asa.cli.commands import bench as verb
-from asa.cli.commands.bench import VERBS, one_of_each
+from asa.cli.commands.bench import VERBS, take_single_values
 from asa.cli.comparison import (
     FILLED,
     ModelBench,
@@ -127,7 +127,7 @@ def test_what_was_emulated_is_said_in_the_comparison_itself(tmp_path, monkeypatc
     codec.save(nouns.profile(), tmp_path / "p.json")
     words = ("--strategies", "ddp", "--global-batch", "8", "--device", "emulated:p.json?dilation=5")
     args = arguments(VERBS[-1], words, {})
-    one_of_each(args)
+    take_single_values(args)
     contest = prepare(args, Console(), "tiny", nouns.cluster(2), 2, tmp_path)
     assert notes(contest)[0].startswith("tiny: emulated ")
     assert "from p.json, 5 times slower; nothing is trained" in notes(contest)[0]
@@ -139,8 +139,8 @@ def test_a_comparison_on_emulated_devices_is_not_called_one_of_this_machine(tmp_
     words = ("--models", "tiny", "--strategies", "ddp", "--global-batch", "8", "--data", "digits", "--device",
              "emulated:p.json")  # fmt: skip
     args, made = arguments(VERBS[-1], words, {}), []
-    one_of_each(args)
-    monkeypatch.setattr(bench_setup, "cluster_here", lambda *_: nouns.cluster(2))
+    take_single_values(args)
+    monkeypatch.setattr(bench_setup, "local_cluster", lambda *_: nouns.cluster(2))
     monkeypatch.setattr(emulated, "cells", lambda *a: [Cell(p.strategy, steps=[0.1] * 9) for p in a[2]])
     monkeypatch.setattr(page, "write", lambda bench, folder: made.append(bench) or [folder])
     verb._compare(args, Console(), tmp_path, "cpu", 2)
@@ -174,7 +174,7 @@ def test_strategies_are_compared_in_pairs_with_asa_or_else_with_ddp(strategies, 
     contest = _contest()
     contest.plans = {s: contest.plans[s] for s in strategies}
     args = arguments(VERBS[-1], ("--models", "cnn"), {})
-    one_of_each(args)
+    take_single_values(args)
     measure(contest, args, Console(), "cpu", 1.0, lambda: None)
     first, *others = contest.comparisons
     assert first.left == first.right, "noise"

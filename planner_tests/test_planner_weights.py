@@ -80,7 +80,7 @@ def test_no_division_that_fits_beats_the_bound_with_memory(rooms) -> None:
     asked = Request(gpus=4, global_batch=512, prefer_simple=False)
     open_space = Prices(Space(profile, cluster, offered(), asked))
     drawn = []
-    for _ in range(160):
+    for _ in range(80):
         whole = uniform(
             rng.choice(("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid:d2t2")), open_space, rng.choice((1, 2))
         )

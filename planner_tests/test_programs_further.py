@@ -6,7 +6,9 @@ More of them are in ``benchmarks/program_table/further.py``.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -122,21 +124,24 @@ NO_LONGER = "weights that all ranks hold alike are no longer the same"
 IS_CHANGED = "is changed in the loop by numbers of this rank's samples"
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "tensor", "mixed"])
-def test_numbers_of_a_rank_in_what_ranks_hold_in_parts_are_warned_of(plan: str) -> None:
-    loops = {"late": _late, "copied": _copied, "momentum": _momentum}
-    cases = [(p := _program(loop), p.plan(plan)) for loop in loops.values()]
-    ranks = run_ranks(2, heard_of, [*cases, ((q := _program(_alike)), q.plan(plan))], threads=1, timeout_s=120)
-    for name, *said in zip((*loops, "alike"), *ranks, strict=True):
-        found = any(text in line for lines in said for line in lines for text in (IN_PARTS, NO_LONGER))
-        assert found is (name != "alike"), (name, said)
+def _said_of(plans: Sequence[str], loops: Sequence[Any]) -> dict[tuple[str, Any], list[str]]:
+    """What both ranks say of every loop under every plan, by plan and loop."""
+    programs = {loop: _program(loop) for loop in loops}
+    names = list(product(plans, loops))
+    cases = [(programs[loop], programs[loop].plan(plan)) for plan, loop in names]
+    by_rank = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)
+    return {name: [*one, *two] for name, one, two in zip(names, *by_rank, strict=True)}
 
 
-@pytest.mark.parametrize("plan", ["ddp", "fsdp", "zero1"])
-def test_data_and_gradients_of_a_rank_are_warned_of(plan: str) -> None:
-    cases = [(p := _program(loop), p.plan(plan)) for loop in (_by_data, _assigned_gradient)]
-    for said in zip(*run_ranks(2, heard_of, cases, threads=1, timeout_s=120), strict=True):  # one rank may update it
-        assert any(text in line for lines in said for line in lines for text in (IS_CHANGED, IN_PARTS)), said
+def test_numbers_of_a_rank_in_what_ranks_hold_in_parts_are_warned_of() -> None:
+    for (plan, loop), said in _said_of(("fsdp", "tensor", "mixed"), (_late, _copied, _momentum, _alike)).items():
+        found = any(text in line for line in said for text in (IN_PARTS, NO_LONGER))
+        assert found is (loop is not _alike), (plan, loop, said)
+
+
+def test_data_and_gradients_of_a_rank_are_warned_of() -> None:
+    for name, said in _said_of(("ddp", "fsdp", "zero1"), (_by_data, _assigned_gradient)).items():
+        assert any(text in line for line in said for text in (IS_CHANGED, IN_PARTS)), (name, said)
 
 
 def test_operands_are_told_apart_by_their_values_and_their_order() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import asa
-from asa.errors import UsageError  # noqa: F401
 from asa.launch import run_ranks
 
 N, WIDTH, CLASSES = 22, 6, 3
@@ -173,16 +171,16 @@ def plain(name: str) -> dict[str, Tensor]:
     return train(net, optimizer(net), batches(), loss)
 
 
-def spread(_rank: int, name: str, strategies: list[str]) -> Iterator[Any]:
-    make, batches, loss = CASES[name]
+def spread(_rank: int, cases: list[tuple[str, str]]) -> list[tuple[dict[str, Tensor], str]]:
     found = []
-    for strategy in strategies:
+    for name, strategy in cases:
+        make, batches, loss = CASES[name]
         net = make()
         placed = asa.parallelize(net, optimizer(net), batches(), strategies=(strategy,), cache=None, time_limit_s=0.1,
                                  cluster="profiles/cluster.local-gloo-2.json")  # fmt: skip
         found.append((train(*placed, loss), placed[0].plan.strategy))
         placed[0].close()
-    return found  # type: ignore[return-value]
+    return found
 
 
 def far(state: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -190,12 +188,12 @@ def far(state: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     return max(float((state[n] - reference[n]).norm() / reference[n].norm()) for n in reference)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_give_the_numbers_of_one(name: str) -> None:
-    reference = plain(name)
+def test_two_ranks_give_the_numbers_of_one() -> None:
     # What a sharded module is called with: tensors, names, packed series, lists.
-    strategies = ["ddp", "fsdp"] if name in ("two inputs", "by name", "packed", "lists") else ["ddp"]
-    for rank in run_ranks(2, spread, name, strategies, threads=1, timeout_s=120):
-        for strategy, (state, ran) in zip(strategies, rank, strict=True):
-            assert far(state, reference) < 1e-11, (name, strategy)
+    sharded = ("two inputs", "by name", "packed", "lists")
+    cases = [*((name, "ddp") for name in CASES), *((name, "fsdp") for name in sharded)]
+    reference = {name: plain(name) for name in CASES}
+    for rank in run_ranks(2, spread, cases, threads=1, timeout_s=120):
+        for (name, strategy), (state, ran) in zip(cases, rank, strict=True):
+            assert far(state, reference[name]) < 1e-11, (name, strategy)
             assert ran == strategy

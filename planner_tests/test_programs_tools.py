@@ -248,7 +248,7 @@ def first_token(batch: Any) -> Any:
     return batch[0][:, 0], batch[1]
 
 
-def job(_rank: int, names: list[str], weights: bool, strategies: list[str]) -> Any:
+def job(_rank: int, names: list[str], weights: bool, strategies: list[str], cache: Path) -> Any:
     found = []
     for name in names:
         for strategy in strategies:
@@ -256,7 +256,7 @@ def job(_rank: int, names: list[str], weights: bool, strategies: list[str]) -> A
             loss, weight = JOBS[name]
             made = asa.Job(
                 model, optimizer(model), loader(), loss, strategies=(strategy,), replan=False, split=first_token,
-                weight=weight if weights else None, **OPTIONS,
+                weight=weight if weights else None, **OPTIONS | {"cache": cache},
             )  # fmt: skip
             try:
                 for batch in loader():
@@ -268,9 +268,9 @@ def job(_rank: int, names: list[str], weights: bool, strategies: list[str]) -> A
     return found
 
 
-def test_jobs_know_denominators_over_ranks_and_microbatches() -> None:
+def test_jobs_know_denominators_over_ranks_and_microbatches(tmp_path: Path) -> None:
     strategies = ["ddp", "gpipe"]
-    for rank in run_ranks(2, job, list(JOBS), True, strategies, threads=1, timeout_s=120):
+    for rank in run_ranks(2, job, list(JOBS), True, strategies, tmp_path, threads=1, timeout_s=120):
         for i, name in enumerate(JOBS):
             model = net()
             opt = optimizer(model)
@@ -282,8 +282,8 @@ def test_jobs_know_denominators_over_ranks_and_microbatches() -> None:
                 assert far(state, model.state_dict()) < 1e-11, (name, strategy)
 
 
-def test_jobs_refuse_other_losses_before_the_first_step() -> None:
-    for rank in run_ranks(2, job, ["a sum", "a mask"], False, ["ddp"], threads=1, timeout_s=120):
+def test_jobs_refuse_other_losses_before_the_first_step(tmp_path: Path) -> None:
+    for rank in run_ranks(2, job, ["a sum", "a mask"], False, ["ddp"], tmp_path, threads=1, timeout_s=120):
         for said in rank:
             assert "not a mean over samples" in said
             assert "weight=" in said

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,16 +145,19 @@ SAID: dict[str, tuple[Any, Any, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_what_differs_is_said(name: str) -> None:
-    model, loop, plan, words = SAID[name]
-    program = Program(model=model, x=numbers(COUNT, 8), y=classes(COUNT, 3), batch=BATCH, loop=loop)
-    by_rank = run_ranks(2, heard_of, [(program, program.plan(plan))], threads=1, timeout_s=120)
-    lines = [line for rank in by_rank for line in rank[0]]
-    if words:
-        assert any(words in line for line in lines), lines
-    elif plan == "ddp":
-        assert not any(WRITTEN in line for line in lines), lines
+def test_what_differs_is_said() -> None:
+    programs = [
+        (Program(model=model, x=numbers(COUNT, 8), y=classes(COUNT, 3), batch=BATCH, loop=loop), plan)
+        for model, loop, plan, _ in SAID.values()
+    ]
+    cases = [(program, program.plan(plan)) for program, plan in programs]
+    first, second = run_ranks(2, heard_of, cases, threads=1, timeout_s=120)
+    for (name, (_, _, plan, words)), *by_rank in zip(SAID.items(), first, second, strict=True):
+        lines = [line for rank in by_rank for line in rank]
+        if words:
+            assert any(words in line for line in lines), (name, lines)
+        elif plan == "ddp":
+            assert not any(WRITTEN in line for line in lines), (name, lines)
 
 
 class Told(Sampler[int]):
@@ -253,34 +257,33 @@ def _loop(kind: str, net: Any, opt: Any, batches: Any) -> State:
     return dict(net.state_dict())
 
 
-def _spread(_rank: int, kind: str) -> tuple[State, list[str]]:
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        net, opt, batches = asa.parallelize(
-            *_made(kind), strategies=("ddp",), cache=None, time_limit_s=0.1,
-            cluster="profiles/cluster.local-gloo-2.json",
-        )  # fmt: skip
-        state = _loop(kind, net, opt, batches)
-        net.close()
-    return {k: v.detach().clone() for k, v in state.items()}, [str(w.message) for w in heard]
+KINDS = ("told", "endless", "numpy", "stream", "names", "one layer", "modes")
 
 
-@pytest.mark.parametrize("kind", ["told", "endless", "numpy", "stream", "names", "one layer", "modes"])
-def test_batches_are_those_of_one_process(kind: str) -> None:
-    wanted = _loop(kind, *_made(kind))
-    for state, _ in run_ranks(2, _spread, kind, threads=1, timeout_s=120):
-        assert distance(state, wanted) < 1e-11
+def _spread(_rank: int, kinds: Sequence[str], cache: Path) -> list[tuple[State, list[str]]]:
+    found = []
+    for kind in kinds:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            net, opt, batches = asa.parallelize(
+                *_made(kind), strategies=("ddp",), cache=cache, time_limit_s=0.1,
+                cluster="profiles/cluster.local-gloo-2.json",
+            )  # fmt: skip
+            state = _loop(kind, net, opt, batches)
+            net.close()
+        found.append(({k: v.detach().clone() for k, v in state.items()}, [str(w.message) for w in heard]))
+    return found
 
 
-def test_a_sampler_that_ranks_change_in_other_ways_is_said() -> None:
-    for _, heard in run_ranks(2, _spread, "weights", threads=1, timeout_s=120):
-        assert any("sampler.weights is no longer the same on all ranks" in line for line in heard)
-
-
-def test_sequences_packed_into_one_row_are_said() -> None:
-    """Shares of some ranks have one sample, as many as rows; those ranks exchange as the others do."""
-    for _, heard in run_ranks(2, _spread, "packed", threads=1, timeout_s=120):
-        assert any("with pieces of a batch" in line for line in heard), heard
+def test_batches_are_those_of_one_process_or_what_differs_is_said(tmp_path: Path) -> None:
+    """Shares of some ranks have one packed sample, as many as rows; those ranks exchange as the others do."""
+    said = {"weights": "sampler.weights is no longer the same on all ranks", "packed": "with pieces of a batch"}
+    for of_rank in run_ranks(2, _spread, (*KINDS, *said), tmp_path, threads=1, timeout_s=120):
+        for kind, (state, heard) in zip((*KINDS, *said), of_rank, strict=True):
+            if kind in said:
+                assert any(said[kind] in line for line in heard), heard
+            else:
+                assert distance(state, _loop(kind, *_made(kind))) < 1e-11, kind
 
 
 def _validated(net: Any, opt: Any, batches: Any) -> State:

@@ -39,8 +39,6 @@ def check(name: str, widths: list[int], **options: Any) -> Equivalence:
 @pytest.mark.parametrize(
     ("name", "widths", "options"),
     [
-        ("blocks", [1], {}),
-        ("blocks", [2], {}),
         ("blocks", [2], {"degrees": in_turn, "checkpoint": lambda i: i % 2 == 0}),
         ("blocks", [2], {"strategy": lambda _i: "zero3"}),
         ("vision_transformer", [2], {"degrees": split_where_possible}),
@@ -48,7 +46,7 @@ def check(name: str, widths: list[int], **options: Any) -> Equivalence:
         ("blocks", [1, 1], {"microbatches": 4}),
         ("vision_transformer", [2, 1], {"schedule": "gpipe", "checkpoint": lambda i: i % 2 == 1}),
     ],
-    ids=["alone", "replicated", "mixed", "sharded", "heads", "tensor", "stages", "uneven-stages"],
+    ids=["mixed", "sharded", "heads", "tensor", "stages", "uneven-stages"],
 )
 def test_computing_twice_changes_nothing(name: str, widths: list[int], options: dict[str, Any]) -> None:
     found = check(name, widths, **options)

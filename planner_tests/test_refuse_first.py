@@ -200,11 +200,11 @@ def test_an_old_profile_is_used_where_this_machine_is_as_fast_as_then(age_s, rat
     old = replace(plain, provenance=replace(plain.provenance, created=created.isoformat()))
     if anew and ratio < 1:  # a file by hand need not say when
         old = replace(plain, provenance=replace(plain.provenance, created="yesterday"))
-    monkeypatch.setattr(choose, "known_here", lambda *_: (old, "profile old.json"))
+    monkeypatch.setattr(choose, "stored_local_profile", lambda *_: (old, "profile old.json"))
     monkeypatch.setattr(choose, "measured", lambda *_, **__: (plain, "measured now"))
     monkeypatch.setattr(measure, "slowdown", lambda _: ratio)
     console = Console()
-    _, source = choose.profile_here(arguments(VERBS[-1], (), {}), console, "tiny", "cpu", 2)
+    _, source = choose.local_profile(arguments(VERBS[-1], (), {}), console, "tiny", "cpu", 2)
     assert source == ("measured now" if anew else "profile old.json")
     assert ("times as long here now, so tiny is profiled anew" in capsys.readouterr().err) == anew
 
@@ -234,7 +234,7 @@ def test_a_model_that_was_compiled_as_one_is_no_basis_for_plans_of_several_devic
     args, console = arguments(VERBS[-1], ("--study", "grid", "--models", "tiny"), {}), Console()
     for gpus in (1, 2):
         (block,) = study_grid.define(args, most=gpus, cluster_gpus=None).blocks
-        here = choose.known_here(args, console, "tiny", "cpu", gpus)
+        here = choose.stored_local_profile(args, console, "tiny", "cpu", gpus)
         predicted = study_runners._profile_for(block, args, console, replace(nouns.cluster(2), device=plain.device))
         assert (here is not None, predicted[1] != "estimated") == (gpus == 1, gpus == 1)
     monkeypatch.setattr(comparison, "_plan", lambda args, contest, gpus, strategy: [nouns.plan()])

@@ -23,7 +23,7 @@ from asa.launch import run_ranks
 from asa.sharding.collectives import direct
 from asa.sharding.layers.describe import layer_graph
 from asa.strategies import offered
-from planner_tests.hand_plans import alternating, copy_of, hand_plan, model_of, uniform
+from planner_tests.hand_plans import Choose, alternating, copy_of, hand_plan, model_of, uniform
 from planner_tests.small_models import EVEN_CLASSES as CLASSES
 from planner_tests.small_models import INPUT, MODELS
 
@@ -99,6 +99,11 @@ def declared(plan: Plan, graph: LayerGraph) -> list[Collective]:
     return found + list(leaving.traffic(end.output_bytes_per_sample * BATCH))
 
 
+def _third_steps(rank: int, plans: list[Plan], name: str) -> list[dict[str, int]]:
+    """:func:`_third_step` under each of several plans."""
+    return [_third_step(rank, plan, name) for plan in plans]
+
+
 def _third_step(rank: int, plan: Plan, name: str) -> dict[str, int]:
     model = materialize(
         plan,
@@ -119,26 +124,29 @@ def _third_step(rank: int, plan: Plan, name: str) -> dict[str, int]:
             loss_of(output, torch.zeros(stop - start, dtype=torch.int64)).backward()
         for p in model.parameters():
             p.grad = None
+    model.close()
     return dict(recorder.seen)
 
 
+LAYOUTS: dict[int, dict[str, Choose]] = {
+    2: {"ddp": uniform(2, 1), "tensor": uniform(1, 2)},
+    4: {"hybrid": uniform(2, 2), "mixed": alternating(4), "mixed-shifted": alternating(4, shift=3)},
+}
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize(
-    ("width", "choose"),
-    [(2, uniform(2, 1)), (2, uniform(1, 2)), (4, uniform(2, 2)), (4, alternating(4)), (4, alternating(4, shift=3))],
-    ids=["ddp", "tensor", "hybrid", "mixed", "mixed-shifted"],
-)
-def test_what_is_declared_is_what_runs(name: str, width: int, choose: Any) -> None:
-    plan = hand_plan(
-        model_of(name, even=True), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH
-    )
-    said: Counter[str] = Counter()
-    for c in declared(plan, graph_of(name)):
-        said[c.op] += round(c.bytes)
-    ran = run_ranks(width, _third_step, plan, name, threads=1, timeout_s=120)
-    for rank, seen in enumerate(ran):
-        for op in {*said, *seen}:
-            assert seen.get(op, 0) == said[op], f"rank {rank} {op}"
+@pytest.mark.parametrize("width", LAYOUTS)
+def test_what_is_declared_is_what_runs(name: str, width: int) -> None:
+    shape: dict[str, Any] = {"input_shape": INPUT, "num_classes": CLASSES[name], "global_batch": BATCH}
+    plans = [hand_plan(model_of(name, even=True), width, choose, **shape) for choose in LAYOUTS[width].values()]
+    by_rank = run_ranks(width, _third_steps, plans, name, threads=1, timeout_s=120)
+    for layout, plan, *ran in zip(LAYOUTS[width], plans, *by_rank, strict=True):
+        said: Counter[str] = Counter()
+        for c in declared(plan, graph_of(name)):
+            said[c.op] += round(c.bytes)
+        for rank, seen in enumerate(ran):
+            for op in {*said, *seen}:
+                assert seen.get(op, 0) == said[op], f"{layout}: rank {rank} {op}"
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -206,4 +214,4 @@ def test_a_changed_declaration_breaks_the_agreement(monkeypatch: pytest.MonkeyPa
     honest = Replicate.traffic
     monkeypatch.setattr(Replicate, "traffic", lambda self, s, d, k: honest(self, s, d, k) * 2)
     with pytest.raises(AssertionError, match="all_reduce"):
-        test_what_is_declared_is_what_runs("plain", 2, uniform(2, 1))
+        test_what_is_declared_is_what_runs("plain", 2)

@@ -168,7 +168,7 @@ def test_more_ranks_than_are_here_are_predicted_for_the_cluster_of_the_study_or_
 
 def test_an_estimate_counts_every_training_of_its_own_and_its_start(monkeypatch):
     profile = nouns.profile()
-    monkeypatch.setattr(verb.choose, "known_here", lambda *_: (profile, "profile tiny.json"))
+    monkeypatch.setattr(verb.choose, "stored_local_profile", lambda *_: (profile, "profile tiny.json"))
     monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
 
     def estimate(gpus, *strategies):
@@ -183,7 +183,7 @@ def test_an_estimate_counts_every_training_of_its_own_and_its_start(monkeypatch)
     in_turns = estimate("2", "ddp", "fsdp")
     assert in_turns == pytest.approx((2 + 1 + 1.5) * training + verb._START_S)
     assert estimate("2", "ddp", "fsdp", "asa+replan") == pytest.approx(in_turns + training + verb._START_S)
-    monkeypatch.setattr(verb.choose, "known_here", lambda *_: None)
+    monkeypatch.setattr(verb.choose, "stored_local_profile", lambda *_: None)
     assert estimate("2", "ddp", "ps_sync") == pytest.approx(estimate("2", "ddp", "fsdp") + verb._START_S)
 
 
@@ -1015,7 +1015,7 @@ def test_a_prediction_tells_the_state_of_a_rank_apart_from_its_activations(tmp_p
 
 
 def test_a_dry_run_counts_the_samples_that_are_there_and_foresees_refusals(monkeypatch, tmp_path):
-    monkeypatch.setattr(verb.choose, "known_here", lambda *_: (nouns.profile(), "profile tiny.json"))
+    monkeypatch.setattr(verb.choose, "stored_local_profile", lambda *_: (nouns.profile(), "profile tiny.json"))
     monkeypatch.setattr(verb, "_shape", lambda *_: (3, 32, 32))
     (tmp_path / "one.csv").write_text("a,label\n" + "1,0\n" * 20)
 

@@ -254,7 +254,7 @@ def test_of_the_names_of_a_shared_weight_the_last_is_loaded() -> None:
 
 @pytest.mark.parametrize("loop", [_accumulated, _evaluated, _twice, _averaged, _copied])
 def test_loops_of_a_user_around_a_shared_weight(loop: Any) -> None:
-    assert_as_alone(_program(Gpt, loop, _adamw), PLANS)
+    assert_as_alone(_program(Gpt, loop, _adamw), ["zero1", "fsdp"])
 
 
 def _named(net: Any, opt: Any, batches: Any) -> State:

@@ -62,7 +62,7 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
 
     specs.check_there(args.data)
     if args.cluster:
-        cluster_here(args, console, device, gpus)
+        local_cluster(args, console, device, gpus)
     if args.classes is not None:
         specs.check_classes(args.data, specs.CLASSES.get(args.data, 0), args.classes)
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
@@ -80,9 +80,9 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
             shape, classes = default_input(model, input_shape(args), asked)
             build(model, num_classes=classes, input_shape=shape)
         train = training_samples(args, console, model, asked)
-        settle_classes(args, console, model, train)
+        adopt_classes(args, console, model, train)
         # Emulated devices have a profile of their own, whose batch is checked once it is read.
-        batch = choose.batch_here(args, console, model, device, gpus) if isinstance(args.device, str) else 1
+        batch = choose.local_batch(args, console, model, device, gpus) if isinstance(args.device, str) else 1
         check_data(args, train, args.classes or train.num_classes, batch)
 
 
@@ -112,7 +112,7 @@ def training_samples(args: Arguments, console: Console, model: str, classes: int
         return images(args.data, args.data_root, error.shape)[0]
 
 
-def settle_classes(args: Arguments, console: Console, model: str, train: ImageSet) -> None:
+def adopt_classes(args: Arguments, console: Console, model: str, train: ImageSet) -> None:
     """Give ``model`` as many classes as data of the user's own have, where it takes any number. A model of tokens keeps
     its vocabulary.
 
@@ -149,7 +149,7 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
         )
 
 
-def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: int) -> Cluster:
+def local_cluster(args: Arguments, console: Console, device: DeviceType, gpus: int) -> Cluster:
     """The named cluster, or one measured on this machine: the newest stored one, or a new measurement.
 
     Raises:

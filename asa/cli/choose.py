@@ -60,7 +60,7 @@ def wide_enough(cluster: Cluster, gpus: int | None, console: Console) -> Cluster
 
     if gpus is None or len(cluster.levels) < 2 or not widen.possible(cluster, gpus):
         return cluster
-    console.say(f"asa: {widen.said(cluster, gpus)}")
+    console.say(f"asa: {widen.note(cluster, gpus)}")
     return widen.widened(cluster, gpus)
 
 
@@ -71,13 +71,13 @@ def default_cluster(console: Console, device: DeviceRecord, gpus: int | None) ->
     return nearest([c for _, c in places.clusters(console)], device, gpus)
 
 
-def remark(args: Arguments, console: Console, model: str | None) -> None:
+def note_similar_name(args: Arguments, console: Console, model: str | None) -> None:
     """Say what ``model`` is if its name may be mistaken for that of another, unless the size of the input is given."""
     if model in REMARKS and not args.input:
         console.say(f"asa: {REMARKS[model]}")
 
 
-def of_another_torch(p: Profile) -> str:
+def torch_version_note(p: Profile) -> str:
     """A sentence on a profile that was measured with another version of torch than the installed one; empty if it was
     not, or if this machine has no such devices."""
     measured_with = p.provenance.torch_version.partition("+")[0]
@@ -96,7 +96,7 @@ def of_another_torch(p: Profile) -> str:
     )
 
 
-def of_guessed_updates(p: Profile, cluster: Cluster) -> str:
+def guessed_updates_note(p: Profile, cluster: Cluster) -> str:
     """A sentence on optimizer steps of a GPU that are priced by the memory of a processor, because neither ``p`` nor
     ``cluster`` says more; empty if one does."""
     device = cluster.device
@@ -108,7 +108,7 @@ def of_guessed_updates(p: Profile, cluster: Cluster) -> str:
     )
 
 
-def of_another_processor(p: Profile) -> str:
+def processor_note(p: Profile) -> str:
     """A sentence on a profile that was measured on another processor than this machine's; empty if it was not."""
     here = cpu_name()
     if p.device.type != "cpu" or p.device.name == here:
@@ -136,7 +136,7 @@ def profile(
     """
     from asa.cost.machine.estimate import measured_on
 
-    remark(args, console, model)
+    note_similar_name(args, console, model)
     if model is not None and places.looks_like_file(model):
         named = codec.load(Profile, Path(model))
         if not fits(named, args, None):
@@ -171,14 +171,14 @@ def profile(
     if importlib.util.find_spec("torch") is None:
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'examining {model}')}; there are profiles of {known_models}")
-    if cluster is None or _is_here(cluster):
+    if cluster is None or _has_local_devices(cluster):
         device = local_device(cluster.device.type if cluster else "auto")
         admit(cluster or default_cluster(console, device, args.gpus))
         return measured(args, console, model, device.type)
     return estimated(args, model, cluster)
 
 
-def _is_here(cluster: Cluster) -> bool:
+def _has_local_devices(cluster: Cluster) -> bool:
     """Whether this machine has devices like those of ``cluster``, on which a model can be measured for it."""
     if cluster.device.type == "cpu":
         return True
@@ -196,24 +196,24 @@ USUAL_BATCH = {"cuda": 256, "cpu": 64}
 """Global batch of a new profile, by kind of device."""
 
 
-def batch_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> int:
-    """The global batch that :func:`profile_here` will plan for, before anything is measured."""
-    stored = None if args.global_batch else known_here(args, console, model, device, gpus)
+def local_batch(args: Arguments, console: Console, model: str, device: str, gpus: int) -> int:
+    """The global batch that :func:`local_profile` will plan for, before anything is measured."""
+    stored = None if args.global_batch else stored_local_profile(args, console, model, device, gpus)
     return args.global_batch or (USUAL_BATCH[device] if stored is None else stored[0].global_batch)
 
 
-def profile_here(
+def local_profile(
     args: Arguments, console: Console, model: str, device: str, gpus: int, *, limit_s: float = PROFILE_LIMIT_S
 ) -> tuple[Profile, str]:
     """A profile for this device, up to the requested batch (at the model's own input size by default): the newest
     stored one, or a new measurement if there is none, or this machine has become slower or faster since."""
-    stored = known_here(args, console, model, device, gpus)
+    stored = stored_local_profile(args, console, model, device, gpus)
     if stored is not None:
         from asa.profiler.measure import slowdown
 
         ratio = slowdown(stored[0]) if _is_old(stored[0]) else 1.0
         if 1 / OTHER_SPEED <= ratio <= OTHER_SPEED:
-            if said := of_another_torch(stored[0]):
+            if said := torch_version_note(stored[0]):
                 console.say(f"asa: {said}")
             return stored
         console.say(f"asa: {stored[1]}: a step takes {ratio:.2g} times as long here now, so {model} is profiled anew")
@@ -228,7 +228,9 @@ def _is_old(p: Profile) -> bool:
         return True
 
 
-def known_here(args: Arguments, console: Console, model: str, device: str, gpus: int) -> tuple[Profile, str] | None:
+def stored_local_profile(
+    args: Arguments, console: Console, model: str, device: str, gpus: int
+) -> tuple[Profile, str] | None:
     """The newest fitting profile measured on this device that is right for ``gpus`` of them, and a sentence about it;
     None if there is none."""
     from asa.zoo.models import default_input
@@ -332,7 +334,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     )
 
 
-def said_of_discipline(plan: Plan) -> str:
+def discipline_note(plan: Plan) -> str:
     """A line on the times that are shown of a plan whose workers do not take every step together."""
     inside = "a group's step" if plan.groups > 1 else "a step of its workers"
     return f"asa: {plan.consistency}: this is {inside} as if they waited for one another, without servers and meetings"

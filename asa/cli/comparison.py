@@ -69,7 +69,7 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
     if isinstance(args.device, EmulatedName):
         profile, cluster, origin = emulated.stage(args, args.device, model, cluster)
     else:
-        profile, origin = choose.profile_here(args, console, model, cluster.device.type, gpus)
+        profile, origin = choose.local_profile(args, console, model, cluster.device.type, gpus)
     console.say(f"asa: {model}: {origin}")
     contest = ModelBench(model=model, profile=profile, cluster=cluster)
     if isinstance(args.device, EmulatedName):

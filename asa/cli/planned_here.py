@@ -83,9 +83,9 @@ def _read(args: Arguments, console: Console, model: str, device: bench_setup.Dev
 
     with one_thread(torch.device("cpu")):
         train = bench_setup.training_samples(args, console, model, args.classes)
-        bench_setup.settle_classes(args, console, model, train)
+        bench_setup.adopt_classes(args, console, model, train)
         classes = default_input(model, o.input_shape(args), args.classes)[1]
-        batch = choose.batch_here(args, console, model, device, gpus)
+        batch = choose.local_batch(args, console, model, device, gpus)
         bench_setup.check_data(args, train, args.classes or classes, batch)
 
 
@@ -97,15 +97,15 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     """
     model = args.plan
     o.check_model(args, model)
-    choose.remark(args, console, model)
+    choose.note_similar_name(args, console, model)
     from asa.planner import Request, check_request, plan, usual_limit
 
     device, gpus = bench_setup.device_of(args)
     draft = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
     check_request(None, offered(), draft)
     _read(args, console, model, device, gpus)
-    cluster = bench_setup.cluster_here(args, console, device, gpus)
-    profile, source = choose.profile_here(args, console, model, device, gpus)
+    cluster = bench_setup.local_cluster(args, console, device, gpus)
+    profile, source = choose.local_profile(args, console, model, device, gpus)
     console.say(f"asa: {source}")
     request = Request(
         gpus=gpus,

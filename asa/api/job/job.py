@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.arguments import check_training, read
 from asa.api.calls import Call, requires_several
+from asa.api.job.builder import Builder
 from asa.api.job.executor import UserData, UserExecutor
 from asa.api.job.log import begin, concluded
 from asa.api.job.loss import LossWeight, copied
@@ -29,7 +30,7 @@ from asa.api.messages import say
 from asa.api.model.coupling import CHANGED, Scored, changes_inputs, coupled, fewest_rows, warning_of
 from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
-from asa.api.model.notes import check_exact, differences, drawing, trained_norms
+from asa.api.model.notes import check_exact, trained_norms
 from asa.api.model.optimizers import Rebinding, check_shared, no_shards_because, planned_like
 from asa.api.model.optimizers import elementwise as known_elementwise
 from asa.api.model.whole_model import whole_plan
@@ -39,13 +40,10 @@ from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
-from asa.api.tensors.retired import retire_in_job
 from asa.errors import AsaError, UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
-from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatches_of
-from asa.executor.model.template import TracedTemplate
 from asa.executor.running.outdir import CHECKPOINTS, check_run, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
@@ -61,7 +59,6 @@ from asa.launch import faults, give_back_freed_memory, latecomer, store_of_ranks
 from asa.launch.worker import others_may_leave
 from asa.scheduler import Loop, Model, Policy
 from asa.sharding.layers.batchnorm import without_torch_groups
-from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
 
@@ -153,10 +150,7 @@ class Job:
             raise UsageError("resume needs out, the folder of the run to go on with")
         if save_every is not None and out is None:
             raise UsageError("save_every needs out, the folder of the run to save to")
-        try:
-            saving = None if save_every is None else time_span(str(save_every))
-        except ValueError as error:
-            raise UsageError(f"save_every: {error}") from None
+        saving = _seconds(save_every)
         check_training(model, optimizer, loader)
         wishes = read(
             strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
@@ -231,12 +225,7 @@ class Job:
         changed = bool(votes.tell(context.rank == 0 and changes_inputs(model, call)))
         if changed and not batches.indexed and context.rank == 0:
             warnings.warn(CHANGED, stacklevel=2)
-        least = chosen.fewest(options.global_batch, microbatches_of(chosen, options.global_batch, needs))
-        if least < needs <= options.global_batch:
-            raise UsageError(
-                f"the loss cannot be computed of fewer than {needs} samples, and this plan has a rank compute it of "
-                f"{least} of a batch of {options.global_batch}: use larger batches, or a plan with fewer ranks"
-            )
+        _check_samples(chosen, options.global_batch, needs)
         self._names = StateNames(model)
         if out is not None and self._names.extra and context.rank == 0:
             warnings.warn(
@@ -252,36 +241,10 @@ class Job:
             self._context = context = replace(context, votes=votes)
         context.votes.announced = None
         replans = replan and discipline is None and context.ranks > 1
-        original, templates = [model], list[TracedTemplate]()
-        sample = example.to(device_of(model))
-
-        def build(new_plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
-            """Build the model under a plan: from the model itself the first time, later from a template, whose weights
-            are loaded afterwards."""
-            first = bool(original)
-            if not first and not templates:
-                raise UsageError(
-                    "the model cannot be copied (copy.deepcopy fails)"
-                    if replans
-                    else "this job was made without re-planning"
-                )
-            source = subject(original.pop()) if first else templates[0]
-            built = materialize(
-                new_plan, source, sample, rank=context.rank, strategies=offered(), device=context.device, seed=seed,
-                batch_norm=batch_norm, timeout_s=timeout_s, processes=processes, keyed_draws=True,
-                keep_template=replans, runs_discipline=True, isolated=late,
-            )  # fmt: skip
-            built.meet = votes.meet
-            retire_in_job(model, built.components)
-            templates[:] = [] if built.template is None else [built.template]
-            lines = differences(new_plan, built, norms, writes, batch_norm)
-            for line in lines if context.rank == 0 else ():
-                warnings.warn(line, stacklevel=4)
-            if first and (names := next(filter(None, votes.exchange(drawing(built))), "")):
-                say(context, f"{names} draws random numbers by sample and step: the same under every plan, and others "
-                    "than without asa")  # fmt: skip
-            return built
-
+        builder = Builder(
+            model, subject, example.to(device_of(model)), context, settings, norms=norms, writes=writes,
+            replans=replans, late=late,
+        )  # fmt: skip
         resumed_from: tuple[Path, Manifest] | None = None
         self._log: RunLog | None = None
         self._on_event = on_event if context.rank == 0 else None
@@ -293,7 +256,7 @@ class Job:
             self._log = RunLog(Path(out)) if context.rank == 0 else None
         self._executor = UserExecutor(
             chosen,
-            build,
+            builder,
             settings,
             rebinding=rebinding,
             data=UserData(
@@ -442,6 +405,28 @@ def _in_words_of_python() -> Iterator[None]:
     except AsaError as error:
         error.args = (str(error).replace("--resume", "resume=True").replace("--out", "out"),)
         raise
+
+
+def _seconds(save_every: float | str | None) -> float | None:
+    """Seconds between checkpoints within an epoch; None if there are to be none."""
+    try:
+        return None if save_every is None else time_span(str(save_every))
+    except ValueError as error:
+        raise UsageError(f"save_every: {error}") from None
+
+
+def _check_samples(plan: Plan, batch: int, needs: int) -> None:
+    """Check that every rank computes the loss of ``needs`` samples of a batch, if a batch has as many.
+
+    Raises:
+        UsageError: a rank has fewer.
+    """
+    least = plan.fewest(batch, microbatches_of(plan, batch, needs))
+    if least < needs <= batch:
+        raise UsageError(
+            f"the loss cannot be computed of fewer than {needs} samples, and this plan has a rank compute it of "
+            f"{least} of a batch of {batch}: use larger batches, or a plan with fewer ranks"
+        )
 
 
 def _several(batches: GlobalBatches, divide: Callable[[Any], tuple[Any, Any]]) -> Call | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any
 
@@ -48,6 +48,25 @@ class Difference:
     unknown: str = ""
 
 
+@dataclass
+class _Tensors:
+    """Tensors that a loss is computed from, by their positions on the tape.
+
+    ``base``: of the whole batch, or this rank's own if it has no row for each sample. ``alike``: this rank's own, if
+    all ranks have the same; ``unlike``: if they have not, and its length may be that of something else than samples.
+    ``summed``: sums over ranks of numbers that differ between them.
+    ``differ``: whether ranks differ in one that the loss needs; ``distinct``: whether samples do in an output;
+    ``others_differ``: whether ranks differ in one without rows that is no number."""
+
+    base: dict[int, Tensor] = field(default_factory=dict)
+    alike: dict[int, Tensor] = field(default_factory=dict)
+    unlike: dict[int, Tensor] = field(default_factory=dict)
+    summed: dict[int, Tensor] = field(default_factory=dict)
+    differ: bool = False
+    distinct: bool = False
+    others_differ: bool = False
+
+
 class Comparison:
     """Repeats each rank's tape with the whole batch (collective, in the same order on all ranks)."""
 
@@ -64,26 +83,19 @@ class Comparison:
         """Which tensor from beside the batch differs between ranks."""
         self._same = False
         """Whether all ranks have the same samples, and none of the loader's: a batch that the loop drew itself."""
+        self._rows: list[int] = []
+        """Number of samples of each rank that count."""
+        self._read_out = False
+        """Whether a rank's program has taken numbers of the batch out of torch, of which it may have made tensors."""
         self.unknown = self._prepare()
 
     def _prepare(self) -> str:
+        """Agree with all ranks on what is compared, and find the interpretations of the tensors beside the batch
+        (collective); returns why nothing can be compared, or an empty text."""
         tape, votes = self._tape, self._votes
-        device = self._loss.device
-        reason = tape.why_not(self._loss)
-        used = tape.needed([self._loss, *tape.model_inputs])[1]
-        if any(
-            leaf._version != v and tape.index_of(leaf) in used
-            for leaf, v in zip(tape.leaves, tape.versions, strict=True)
-        ):
-            reason = "what it is computed from is changed in place"
-        if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):
-            reason = "an output of the model is changed in place"
         leaves = [*tape.values, *tape.leaves]
-        positions = [tape.index_of(t) for t in (*tape.outputs, *tape.leaves)]
         batched = [is_batched(t, tape.rows) and not isinstance(t, nn.Parameter) for t in leaves]
-        size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * votes.num_ranks
-        if not reason and size > MOST_BYTES:
-            reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
+        reason = self._obstacle(leaves, batched)
         # An output without rows that is the same on all ranks (a temperature) is the same for the whole batch.
         others = [t.detach().double().abs().sum() for t in tape.values if not is_batched(t, tape.rows)]
         size_of_others = float(torch.stack(others).sum()) if others and not reason else 0.0
@@ -98,92 +110,124 @@ class Comparison:
             return reason or "another rank could not follow it"
         if len({f[1] for f in by_rank}) > 1:
             return "ranks compute it in different ways"
-        rows = [int(f[3]) for f in by_rank]
+        self._rows, self._read_out = [int(f[3]) for f in by_rank], any(f[4] for f in by_rank)
         self._differing_number = self._find_differing_number([f[2] for f in by_rank])
-        read_out = any(f[4] for f in by_rank)
-        fixed: dict[int, Tensor] = {}
-        alike: dict[int, Tensor] = {}
-        summed: dict[int, Tensor] = {}
-        for_loss = tape.needed([self._loss])[1]
-        differ, distinct = bool(for_loss & tape.of_batch), False  # from other ranks' samples; among themselves
-        whole_tensors: dict[int, Tensor] = {}
-        unlike: dict[int, Tensor] = {}
-        others_differ = False
-        for number, (tensor, split) in enumerate(zip(leaves, batched, strict=True)):
-            at = positions[number]
-            beside = number >= len(tape.outputs) and at not in tape.of_batch
-            plain = tensor.detach().as_subclass(Tensor)
-            if votes.everyone(beside and split and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]):
-                parts = gathered(votes, plain.cpu())
-                square = _extended_by_views(parts, sum(rows), len(plain) // tape.rows)
-                if square is not None:
-                    whole_tensors[at] = square.to(device)
-                    if all(torch.equal(p, parts[0]) for p in parts):  # or a table of as many classes
-                        alike[at] = plain
-                    else:
-                        differ = True
-                    continue
-            if votes.everyone(split):
-                parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
-                if len({p.shape[1:] for p in parts}) > 1:
-                    return "something beside the batch has other sizes on other ranks"
-                whole_tensors[at] = torch.cat(parts).to(device)
-                parts = [p for p, count in zip(parts, rows, strict=True) if count]
-                equal = all(p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts)
-                if at in for_loss:
-                    differ = differ or not equal or len(parts) == 1
-                    distinct = distinct or (number < len(tape.outputs) and bool((plain != plain[:1]).any()))
-                if number >= len(tape.outputs) and equal:
-                    alike[at] = plain
-                elif beside and min(rows) > 1 and len({p.shape for p in parts}) == 1:
-                    # Its length may be that of something else than samples (features, classes).
-                    unlike[at] = plain
-                    if not self._differing_tensor or len(plain) != tape.rows:
-                        self._differing_tensor = tape.named(at)
-                if beside and len(parts) > 1:
-                    stepped_tensor = _numbers_of_views(parts, [count for count in rows if count])
-                    if stepped_tensor is None:
-                        stepped_tensor = self._by_index(at, parts, len(whole_tensors[at]), read_out=read_out)
-                    whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
-            else:
-                fixed[at] = plain
-                flat = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
-                every = [v[0] for v in votes.gather([0.0 if flat is None else float(flat.abs().sum())])]
-                from_loader = at in tape.of_batch and bool(tensor.dim())
-                if (
-                    len(set(every)) > 1 and flat is not None and not from_loader
-                ):  # it may be this rank's number of samples
-                    differ = differ or at in for_loss
-                    others_differ = others_differ or bool(tensor.dim())
-                    if tensor.dim():
-                        self._differing_tensor = self._differing_tensor or tape.named(at)
-                    else:
-                        self._differing_value = every[0]
-                        summed[at] = torch.full_like(plain, sum(v[0] for v in votes.gather([float(plain)])))
-        base = fixed | whole_tensors
+        self._for_loss = tape.needed([self._loss])[1]
+        found = _Tensors(differ=bool(self._for_loss & tape.of_batch))
+        positions = [tape.index_of(t) for t in (*tape.outputs, *tape.leaves)]
+        for number, (at, tensor, split) in enumerate(zip(positions, leaves, batched, strict=True)):
+            output, plain = number < len(tape.outputs), tensor.detach().as_subclass(Tensor)
+            beside = not output and at not in tape.of_batch
+            square = beside and split and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
+            if votes.everyone(square) and self._add_square(found, at, plain):
+                continue
+            if not votes.everyone(split):
+                self._add_without_rows(found, at, plain, from_loader=at in tape.of_batch and bool(tensor.dim()))
+            elif not self._add_rows(found, at, plain, output=output, beside=beside):
+                return "something beside the batch has other sizes on other ranks"
+        self._interpretations = self._interpreted(found)
+        self._same = votes.everyone(found.distinct and not found.differ and self._differing_number is None)
+        return ""
+
+    def _obstacle(self, leaves: list[Tensor], batched: list[bool]) -> str:
+        """Why this rank cannot repeat the program with the whole batch; empty if it can."""
+        tape = self._tape
+        if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):
+            return "an output of the model is changed in place"
+        used = tape.needed([self._loss, *tape.model_inputs])[1]
+        if any(
+            leaf._version != v and tape.index_of(leaf) in used
+            for leaf, v in zip(tape.leaves, tape.versions, strict=True)
+        ):
+            return "what it is computed from is changed in place"
+        if reason := tape.why_not(self._loss):
+            return reason
+        size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * self._votes.num_ranks
+        return f"its whole batch has {size / 2**20:.0f} MiB of outputs" if size > MOST_BYTES else ""
+
+    def _add_square(self, found: _Tensors, at: int, plain: Tensor) -> bool:
+        """Add ``plain``, a square matrix from beside the batch, extended to the whole batch (collective); returns False
+        if it cannot be extended."""
+        parts = gathered(self._votes, plain.cpu())
+        square = _extended_by_views(parts, sum(self._rows), len(plain) // self._tape.rows)
+        if square is None:
+            return False
+        found.base[at] = square.to(self._loss.device)
+        if all(torch.equal(p, parts[0]) for p in parts):  # or a table of as many classes
+            found.alike[at] = plain
+        else:
+            found.differ = True
+        return True
+
+    def _add_rows(self, found: _Tensors, at: int, plain: Tensor, *, output: bool, beside: bool) -> bool:
+        """Add a tensor with a row for each sample, put together from all ranks (collective); returns False if it has
+        other sizes on other ranks. ``output``: of the model; ``beside``: neither that nor of the batch."""
+        rows, device = self._rows, self._loss.device
+        parts = gathered(self._votes, plain.cpu() if self._weight else plain.cpu()[:0])
+        if len({p.shape[1:] for p in parts}) > 1:
+            return False
+        found.base[at] = torch.cat(parts).to(device)
+        parts = [p for p, count in zip(parts, rows, strict=True) if count]
+        equal = all(p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts)
+        if at in self._for_loss:
+            found.differ = found.differ or not equal or len(parts) == 1
+            found.distinct = found.distinct or (output and bool((plain != plain[:1]).any()))
+        if not output and equal:
+            found.alike[at] = plain
+        elif beside and min(rows) > 1 and len({p.shape for p in parts}) == 1:
+            # Its length may be that of something else than samples (features, classes).
+            found.unlike[at] = plain
+            if not self._differing_tensor or len(plain) != self._tape.rows:
+                self._differing_tensor = self._tape.named(at)
+        if beside and len(parts) > 1:
+            numbered = _numbers_of_views(parts, [count for count in rows if count])
+            if numbered is None:
+                numbered = self._by_index(at, parts, len(found.base[at]))
+            if numbered is not None:
+                found.base[at] = numbered.to(device)
+        return True
+
+    def _add_without_rows(self, found: _Tensors, at: int, plain: Tensor, *, from_loader: bool) -> None:
+        """Add a tensor without a row for each sample, as this rank has it; a number that differs between ranks also as
+        their sum (collective)."""
+        votes = self._votes
+        found.base[at] = plain
+        flat = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
+        every = [v[0] for v in votes.gather([0.0 if flat is None else float(flat.abs().sum())])]
+        if len(set(every)) == 1 or flat is None or from_loader:
+            return  # what the loader made may be this rank's number of samples
+        found.differ = found.differ or at in self._for_loss
+        if plain.dim():
+            found.others_differ = True
+            self._differing_tensor = self._differing_tensor or self._tape.named(at)
+        else:
+            self._differing_value = every[0]
+            found.summed[at] = torch.full_like(plain, sum(v[0] for v in votes.gather([float(plain)])))
+
+    def _interpreted(self, found: _Tensors) -> list[tuple[dict[int, Tensor], bool, bool]]:
+        """Interpretations of the tensors from beside the batch, the preferred ones first: the tensors, whether what
+        differs between ranks is as on this rank, and whether a tensor with the same rows on all ranks is repeated."""
+        base, alike, summed = found.base, found.alike, found.summed
         readings = ((base | alike | summed, False), (base | summed, False), (base | alike, True), (base, True))
-        self._interpretations = [
-            (r, others_differ or (assumes_local and bool(summed)), bool(self._repeated) and bool(i % 2))
+        interpretations = [
+            (r, found.others_differ or (assumes_local and bool(summed)), bool(self._repeated) and bool(i % 2))
             for i, (r, assumes_local) in enumerate(readings)
             if (summed or i > 1) and (alike or i % 2)
         ]
-        either = alike | unlike
+        either = alike | found.unlike
         each = chain.from_iterable(combinations(either, n) for n in range(len(either), 0, -1))
-        for own in each if len(either) <= _EITHER else dict.fromkeys((tuple(either), tuple(unlike))):
+        for own in each if len(either) <= _EITHER else dict.fromkeys((tuple(either), tuple(found.unlike))):
             if own and {*own} != {*alike}:
-                local = others_differ or bool(summed) or not unlike.keys().isdisjoint(own)
+                local = found.others_differ or bool(summed) or not found.unlike.keys().isdisjoint(own)
                 kept = base | {k: either[k] for k in own}
-                self._interpretations.append((kept, local, not self._repeated.issubset(own)))
-        self._rows = rows
-        self._same = votes.everyone(distinct and not differ and self._differing_number is None)
-        return ""
+                interpretations.append((kept, local, not self._repeated.issubset(own)))
+        return interpretations
 
-    def _by_index(self, at: int, parts: list[Tensor], count: int, *, read_out: bool) -> Tensor | None:
+    def _by_index(self, at: int, parts: list[Tensor], count: int) -> Tensor | None:
         """The whole tensor [count, ...] of ``parts``, one per rank, that were not made from the batch, if their values
         depend on a sample's index in equal steps; otherwise None. Also records other findings about the tensor, which
-        is ``at`` this position. ``read_out``: whether it may have been made from numbers of the batch outside of
-        torch."""
-        longest = max(parts, key=len)
+        is ``at`` this position."""
+        read_out, longest = self._read_out, max(parts, key=len)
         fewest = min(map(len, parts))
         if not all(p.shape[1:] == longest.shape[1:] and torch.equal(p, longest[: len(p)]) for p in parts):
             self._doubt = self._doubt or (_READ_OUT if read_out else "")

@@ -33,7 +33,7 @@ def run(args: Arguments, console: Console) -> None:
 
         study.run(args, console)
         return
-    one_of_each(args)
+    take_single_values(args)
     if not (args.given("models") or args.check_sealed) and (known := places.own_profiles(console)):
         path, profile = known[0]
         args.replace(models=(profile.model_spec,))
@@ -69,7 +69,7 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
     from asa.report.text import bench_screen as report
 
     created = codec.now()
-    cluster = bench_setup.cluster_here(args, console, device, gpus)
+    cluster = bench_setup.local_cluster(args, console, device, gpus)
     contests = [c.prepare(args, console, model, cluster, gpus, folder) for model in args.models]
     if not any(contest.plans for contest in contests):
         raise InfeasibleError(f"{contests[0].model}: {next(iter(contests[0].why_not.values()))}")
@@ -119,7 +119,7 @@ def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType
 _LISTS = ("gpus", "global_batch", "data", "seed")
 
 
-def one_of_each(args: Arguments) -> None:
+def take_single_values(args: Arguments) -> None:
     """Replace every option that takes a list for studies by its only value.
 
     Raises:

@@ -37,7 +37,7 @@ def run(args: Arguments, console: Console) -> None:
     path, plan = places.newest_plan(args.plan)
     profile, cluster = choose.origins(plan, console, args)
     if plan.consistency is not None:
-        console.say(choose.said_of_discipline(plan))
+        console.say(choose.discipline_note(plan))
     data = {"plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)

@@ -106,17 +106,17 @@ def _profile_and_cluster(args: Arguments, console: Console) -> tuple[Profile, Cl
         profile, sentence = choose.profile(args, console, args.model, cluster, admit)
         unnamed = args.model is None and sentence.endswith("(shipped)")
         console.say(f"asa: {sentence}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
-        if said := choose.of_another_torch(profile):
+        if said := choose.torch_version_note(profile):
             console.say(f"asa: {said}")
     if cluster is None:
         cluster = choose.default_cluster(console, profile.device, args.gpus)
-        if said := choose.of_another_processor(profile):
+        if said := choose.processor_note(profile):
             console.say(f"asa: {said}")
         count = args.gpus or cluster.num_devices
         if cluster.device.name != profile.device.name and count > 1:
             measure = f"`asa cluster measure --gpus {count}`"
             console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
-    if said := choose.of_guessed_updates(profile, cluster):
+    if said := choose.guessed_updates_note(profile, cluster):
         console.say(f"asa: {said}")
     if lacking := cluster.without(profile.precision, args.gpus or cluster.num_devices):
         raise UsageError(

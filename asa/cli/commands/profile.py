@@ -13,12 +13,12 @@ from asa.ir import codec
 def run(args: Arguments, console: Console) -> None:
     """Measure the model, store and show its profile."""
     from asa.cli import places
-    from asa.cli.choose import measured, remark
+    from asa.cli.choose import measured, note_similar_name
     from asa.report.text import profile as report
 
     places.check_writable(Path(args.output) if args.output else places.PROFILES / "profile.json", "-o")
     o.check_model(args, args.model)
-    remark(args, console, args.model)
+    note_similar_name(args, console, args.model)
     if args.staleness:
         from asa.cli.commands import staleness
 

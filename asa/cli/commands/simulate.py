@@ -27,7 +27,7 @@ def run(args: Arguments, console: Console) -> None:
     profile, cluster = choose.origins(plan, console, args)
     timeline = simulate(plan, profile, cluster, offered())
     if plan.consistency is not None:
-        console.say(choose.said_of_discipline(plan))
+        console.say(choose.discipline_note(plan))
     data = {
         "kind": "timeline",
         "plan": str(path),

@@ -241,7 +241,7 @@ def _block(this: _Run, block: Block, budget_s: float) -> None:
             _store_rows(this, block, block.strategies, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
-        bench_setup.settle_classes(block_args, console, block.model, train)
+        bench_setup.adopt_classes(block_args, console, block.model, train)
         bench_setup.check_data(
             block_args, train, block_args.classes or train.num_classes, block.global_batch
         )  # before a profile
@@ -270,9 +270,9 @@ def _site(this: _Run, block: Block, args: Arguments, budget_s: float) -> Site:
 
     console, device = this.console, this.device
     began = time.monotonic()
-    cluster = bench_setup.cluster_here(args, console, device, max(2, block.gpus) if device == "cpu" else block.gpus)
+    cluster = bench_setup.local_cluster(args, console, device, max(2, block.gpus) if device == "cpu" else block.gpus)
     limit = min(choose.PROFILE_LIMIT_S, max(_LEAST_S, 0.5 * budget_s))
-    profile, origin = choose.profile_here(args, console, block.model, device, block.gpus, limit_s=limit)
+    profile, origin = choose.local_profile(args, console, block.model, device, block.gpus, limit_s=limit)
     console.say(f"asa: {block.model}: {origin}")
     remaining_s = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
     folder_name = slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
@@ -401,7 +401,7 @@ def _estimate(
         samples = _num_samples(block.data, args.data_root, _shape(block, args))
     except AsaError as error:
         return 0.0, f"refused: {error}"
-    stored_profile = choose.known_here(block_args, this.console, block.model, this.device, block.gpus)
+    stored_profile = choose.stored_local_profile(block_args, this.console, block.model, this.device, block.gpus)
     alone = sum(block.trains_separately or always_alone(s) for s in open_strategies)
     taking_turns = len(open_strategies) - alone
     starts_s = _START_S * (alone + bool(taking_turns))

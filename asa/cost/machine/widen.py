@@ -25,7 +25,7 @@ def possible(cluster: Cluster, ranks: int) -> bool:
     return cluster.device.type == "cpu" and len(cluster.levels) == 1 and ranks <= LIMIT
 
 
-def said(cluster: Cluster, ranks: int) -> str:
+def note(cluster: Cluster, ranks: int) -> str:
     """A description of what :func:`widened` assumes, for a note."""
     if len(cluster.levels) == 1:
         return f"{ranks} ranks on the cores of {cluster.name}, of which {cluster.num_devices} were measured"
@@ -89,5 +89,5 @@ def _more_nodes(cluster: Cluster, ranks: int) -> Cluster:
         levels=(*cluster.levels[:-1], replace(outer, devices=devices)),
         contention=(*cluster.contention, replace(busiest, ranks=devices)),
         status="derived",
-        source=said(cluster, ranks),
+        source=note(cluster, ranks),
     )

@@ -81,8 +81,8 @@ def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -
          tuple(row[i] for i in indices)) for f, row in zip(rows, texts, strict=True)
     ]  # fmt: skip
     links = [(f"{c.name}-title", c.title) for c, _ in drawings] + [("cells", "All cells"), ("notes", "Notes")]
-    published_rows = [("", tuple(row[:-1])) for row in words.beside_published(rows)]
-    sources = "; ".join(dict.fromkeys(row[-1] for row in words.beside_published(rows)))
+    published_rows = [("", tuple(row[:-1])) for row in words.comparison_rows(rows)]
+    sources = "; ".join(dict.fromkeys(row[-1] for row in words.comparison_rows(rows)))
     notes = (*words.folded(study), *study.differs)
     parts = [
         page.head(f"asa study: {study.name}"),
@@ -125,7 +125,7 @@ def _speedup(rows: list[Figures], by_cell: Cells) -> Chart:
     """Speed-up over the single device of the same training, on the same devices."""
     chart_rows: list[Row] = []
     for f in rows:
-        single, r = figures.beside(f, by_cell, "single", gpus=1), f.row.result
+        single, r = figures.counterpart(f, by_cell, "single", gpus=1), f.row.result
         if single is None or single.row.result is None or r is None or f.row.cell.strategy == "single":
             continue
         measured_s = None if f.row.oversubscribed else _measured_s(r)
@@ -152,7 +152,7 @@ def _communication(rows: list[Figures], by_cell: Cells) -> Chart:
     """A measured step, divided into computation and exposed communication."""
     chart_rows: list[Row] = []
     for f in rows:
-        single, r = figures.beside(f, by_cell, "single", gpus=1), f.row.result
+        single, r = figures.counterpart(f, by_cell, "single", gpus=1), f.row.result
         step_s = None if r is None else _measured_s(r)
         if r is None or step_s is None or r.communication_s is None:
             continue

@@ -107,7 +107,7 @@ def folded(study: Study) -> list[str]:
     """Single lines with each reason of refusal and its cells, notes, and the open work."""
     lines = [] if study.price is None else [f"costs: at {study.price:g} for a device and hour"]
     lines += [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
-    left = _left(study)
+    left = _open_cells(study)
     if left:
         reasons = "; ".join(dict.fromkeys(why for _, why in left))
         remedy = "" if "the same command" in reasons else "; the same command goes on"
@@ -135,7 +135,7 @@ def _reasons(study: Study) -> dict[str, list[str]]:
     return reasons
 
 
-def _left(study: Study) -> list[tuple[str, str]]:
+def _open_cells(study: Study) -> list[tuple[str, str]]:
     """Cells that another run of the command would take up, each with the reason why it is left."""
     return [
         (_cell(row), row.why or "not run yet")
@@ -207,7 +207,7 @@ PUBLISHED_COLUMNS = ("model", "strategy", "ranks", "figure", "here", "by", "publ
 """Columns of tables with published figures."""
 
 
-def beside_published(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
+def comparison_rows(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
     """Rows with the columns :data:`PUBLISHED_COLUMNS`, as text: published figures, and those here beside them."""
     return [
         (f.row.cell.model, f.variant, str(f.row.cell.gpus), p.metric.replace("_", " "),
@@ -223,7 +223,7 @@ def markdown(study: Study, rows: Sequence[Figures]) -> str:
     lines += [_row(TABLE_COLUMNS[i] for i in indices), f"|{'---|' * len(indices)}"]
     lines += [_row(row[i] for i in indices) for row in texts]
     lines += ["", *(f"- {_literal(text)}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
-    beside = beside_published(rows)
+    beside = comparison_rows(rows)
     if beside:
         lines += ["", _row(PUBLISHED_COLUMNS), f"|{'---|' * len(PUBLISHED_COLUMNS)}", *map(_row, beside)]
     return "\n".join(lines) + "\n"

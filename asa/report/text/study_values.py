@@ -73,9 +73,9 @@ class Figures:
 
     def _block(self, *more: str) -> str:
         c = self.row.cell
-        return f"batch {c.global_batch}{self._told(*more, *_OF_A_BLOCK)}" + (f", seed {c.seed}" if c.seed else "")
+        return f"batch {c.global_batch}{self._listed(*more, *_OF_A_BLOCK)}" + (f", seed {c.seed}" if c.seed else "")
 
-    def _told(self, *names: str) -> str:
+    def _listed(self, *names: str) -> str:
         return "".join(f", {name} {self.settings[name]}" for name in names if name in self.settings)
 
     @property
@@ -88,7 +88,7 @@ class Figures:
     @property
     def variant(self) -> str:
         """The strategy with all settings that are shown, where rows of several tables are mixed."""
-        return self.strategy + self._told("input", *_OF_A_BLOCK, "seed")
+        return self.strategy + self._listed("input", *_OF_A_BLOCK, "seed")
 
     @property
     def learnt(self) -> str:
@@ -224,15 +224,15 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
     if metric == "accuracy_percent":
         return None if f.accuracy is None else 100 * f.accuracy
     if metric == "speedup_over_single":
-        single = beside(f, by_cell, "single", gpus=1)
+        single = counterpart(f, by_cell, "single", gpus=1)
         return single.step_s / f.step_s if single is not None and single.step_s and f.step_s else None
     if metric == "gain_over_hybrid_percent":
-        hybrid = beside(f, by_cell, "hybrid")
+        hybrid = counterpart(f, by_cell, "hybrid")
         return 100 * (hybrid.step_s / f.step_s - 1) if hybrid is not None and hybrid.step_s and f.step_s else None
     return None  # a time of unknown epochs
 
 
-def beside(f: Figures, by_cell: dict[StudyCell, Figures], strategy: str, **changes: Any) -> Figures | None:
+def counterpart(f: Figures, by_cell: dict[StudyCell, Figures], strategy: str, **changes: Any) -> Figures | None:
     """The row of another ``strategy`` for the same training, without microbatches; preferably measured as ``f`` was
     (in turns, or alone), otherwise in the other way."""
     wanted = replace(f.row.cell, strategy=strategy, microbatches=None, **changes)
@@ -254,11 +254,11 @@ def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
     """Time and accuracy of other parameter servers against synchronous ones, as published, and in the measured and the
     predicted ``rows``: a sentence for each, with the lowest and highest of all models and numbers of ranks. Times of
     more ranks than cores, and of a busy machine, are left out."""
-    told = {(p.strategy, p.model, p.gpus, p.metric): p.value for p in study.published}
+    values_of = {(p.strategy, p.model, p.gpus, p.metric): p.value for p in study.published}
     times: dict[str, list[tuple[float, float]]] = {}
     hits: dict[str, list[tuple[float, float]]] = {}
-    for (strategy, model, gpus, metric), value in told.items():
-        base = told.get((_SYNCHRONOUS, model, gpus, metric))
+    for (strategy, model, gpus, metric), value in values_of.items():
+        base = values_of.get((_SYNCHRONOUS, model, gpus, metric))
         if strategy != _SYNCHRONOUS and base is not None:
             pairs = times if metric == "training_time_s" else hits if metric == "accuracy_percent" else {}
             pairs.setdefault(f"published: {strategy}", []).append((value, base))
