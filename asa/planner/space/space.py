@@ -150,7 +150,7 @@ class Space:
             private = [
                 (checkpoint, offload)
                 for checkpoint in ((False, True) if self.forgets(component) else (False,))
-                for offload in self._offloads(share.parameter_bytes > 0)
+                for offload in self.offloads(share.parameter_bytes > 0)
             ]
             for data in self._data(index, layout, share.parameter_bytes > 0):
                 for checkpoint, offload in private:
@@ -192,7 +192,8 @@ class Space:
         is kept."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
 
-    def _offloads(self, has_parameters: bool) -> tuple[bool, ...]:
+    def offloads(self, has_parameters: bool) -> tuple[bool, ...]:
+        """Whether the optimizer state of a component may be on the host: all choices, the usual one first."""
         if not self.offloading or not has_parameters:
             return (False,)
         return (True,) if self.request.offload == "always" else (False, True)
