@@ -28,6 +28,8 @@ def run(args: Arguments, console: Console) -> None:
     timeline = simulate(plan, profile, cluster, offered())
     if plan.consistency is not None:
         console.say(choose.said_of_discipline(plan))
+    if said := choose.said_of_numbers(plan, profile, cluster):
+        console.say(said)
     data = {
         "kind": "timeline",
         "plan": str(path),
