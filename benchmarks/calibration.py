@@ -7,7 +7,8 @@ Records are the JSON documents of ``asa bench``, ``asa bench --check-sealed``, `
 interval and measured counts for coverage, but for those that a constant was fitted to since (``used_to_fit``, which
 stand beside the rest); beside that, training and the plans of regret records by themselves, the latter also in units of
 what the plans of a cell share, which is taken from those very cells. Cells of regret records, and the planner's choice
-in every cell of a prediction record, count for P(best) and expected regret.
+in every cell of a prediction record, count for P(best) and expected regret; ``beside_strategies`` has P(best) of the
+same cells computed again beside whole strategies alone, as it is stated now.
 The figure goes to the folder as SVG, PDF, PNG and CSV.
 """
 
@@ -20,9 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from reliability import Outcome, StatedInterval, chart, scores
 
-from asa.planner.answer.posterior import TIE
+from asa.planner.answer.posterior import DRAWS, OWN, TIE, sample
 from asa.report.pages.bench import draw
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +76,28 @@ def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:
             )  # fmt: skip
 
 
+def beside_strategies(document: dict[str, Any]) -> Iterator[Outcome]:
+    """P(best) of the answer of each cell of regret records beside whole strategies alone, computed again from their
+    predictions with an independent error of each, and what steps taken in turns said."""
+    for cell in document.get("cells", ()):
+        plans = {p["plan"]: p for p in cell.get("screened", ())}
+        answer = plans.pop("asa", None)
+        others = [
+            p for name, p in plans.items()
+            if name != "verified" and not name.startswith("change") and p["predicted_s"] != answer["predicted_s"]
+        ] if answer else []  # fmt: skip
+        if not others:
+            continue
+        logs = np.log([p["predicted_s"] for p in (answer, *others)])
+        times = np.exp(sample(logs, np.eye(len(logs)) * OWN**2, DRAWS))
+        fastest, measured = times.min(axis=1), min(p["step_s"] for p in (answer, *others))
+        yield Outcome(
+            p_best=float((times[:, 0] <= fastest * (1 + TIE)).mean()),
+            expected_regret=float((times[:, 0] / fastest - 1).mean()),
+            best=answer["step_s"] <= measured * (1 + TIE), regret=answer["step_s"] / measured - 1,
+        )  # fmt: skip
+
+
 def main() -> None:
     """Read, score, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -98,6 +122,9 @@ def main() -> None:
         name: scores([t for d in documents for t in in_turns(d, shared=shared)], [])
         for name, shared in (("as_measured", False), ("beside_each_other", True))
     }
+    found["beside_strategies"] = {
+        p.name: scores([], some) for p, d in zip(paths, documents, strict=True) if (some := list(beside_strategies(d)))
+    } | {"all": scores([], [x for d in documents for x in beside_strategies(d)])}
     print(json.dumps(found, indent=1))
     written, _ = draw(chart(intervals, choices), args.folder)
     print(f"wrote {written[0]}")

@@ -146,7 +146,7 @@ def test_without_time_the_most_needed_is_still_measured_and_the_rest_is_said():
 
 def test_no_step_is_tried_that_takes_much_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lap of 20 ms a sample: of 4 s, a tenth is enough for one of 4 samples, not for one of 16."""
-    tried, now = list[int](), [0.0]
+    tried, forwards, now = list[int](), list[int](), [0.0]
     monkeypatch.setattr(components, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(nn.Linear):
@@ -154,6 +154,8 @@ def test_no_step_is_tried_that_takes_much_of_the_time(monkeypatch: pytest.Monkey
             if torch.is_grad_enabled():
                 tried.append(len(x))
                 now[0] += 0.02 * len(x)
+            else:
+                forwards.append(len(x))
             return super().forward(x)
 
     subject = _subject()
@@ -162,8 +164,10 @@ def test_no_step_is_tried_that_takes_much_of_the_time(monkeypatch: pytest.Monkey
     surveyor = Surveyor(
         subject, HostClock(), global_batch=64, time_s=4.0, free_bytes=1 << 40, progress=lambda _f, _w: None
     )
-    surveyor._possible(microbatches(64))
+    possible = surveyor._possible(microbatches(64))
     assert tried == [1, 1, 4, 4]
+    assert possible == [16, 8, 4, 2, 1], "three laps of 32 samples and fewer, and what comes before, take 5.6 s"
+    assert forwards == [1], "the smallest size is tried once, for all sizes"
 
 
 def test_a_line_through_two_points_predicts_the_third_and_never_falls():

@@ -63,7 +63,6 @@ class Menu:
         ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool] | None,
     ) -> None:  # fmt: skip
         self._graph, self._states, self._times = graph, states, times
-        self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
         rows = [tuple(map(id, row)) for row in ways]
@@ -139,7 +138,7 @@ class Menu:
         x = Figures(
             upkeep=_selected(self._costs, which), gathers=None if gathers is None else _selected(gathers, which),
             forward=cells[0][k, i], backward=cells[1][k, i], ahead=0.0, behind=0.0, update=self._update[which],
-            floor=self._launch[i], inner_s=[c[k, i] for c in cells[2:4]], count=[c[k, i] for c in cells[4:8]],
+            floor=self._times.launches[i], inner_s=[c[k, i] for c in cells[2:4]], count=[c[k, i] for c in cells[4:8]],
             saved=saved, transient=transient, buffers=buffers, checkpoint=checkpoint, offload=self.offload[which],
             split=np.array([x.tensor > 1 for x in self.layouts])[k],
             single_rank=np.array([x.data == 1 for x in self.layouts])[k],

@@ -71,7 +71,6 @@ class Pricer:
         self.keeping = Keeping(profile.graph, times, self.shards)
         self.graph = profile.graph
         copying = cluster.device.type == "cpu" and not cluster.shared_memory
-        self.around = Around(profile.graph, strategies, num_microbatches, copying=copying)
         self.cluster = cluster
         self.strategies = strategies
         self.optimizer: OptimizerName = optimizer
@@ -81,6 +80,7 @@ class Pricer:
         self.states = states or States(
             profile.graph, times, cluster, strategies, Links(cluster, width, busy), optimizer, compression
         )
+        self.around = Around(self.states.held, num_microbatches, copying=copying)
         self._links = self.states.links
         at_once = working(width, busy, num_microbatches)
         self.slow = slowest_rank(profile, cluster, at_once)
@@ -114,8 +114,7 @@ class Pricer:
         else:
             passes = self.times.passes(samples, layout.tensor, by_tokens=layout.sequence)
             pass_s = passes.T * self.slowed(samples)
-        floors = np.array([(x, 2 * x) for x in map(self.times.launch, components)])
-        return np.maximum(0.0, pass_s - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
+        return np.maximum(0.0, pass_s - self.times.launches[:, None] * (1, 2) - self.states.most_launched(layout))
 
     def local(self, layout: Layout) -> int:
         """Samples of the largest shard of a microbatch."""
@@ -177,7 +176,7 @@ class Pricer:
         work, slow = self.longest(component, layout)
         return Figures(
             upkeep=state.costs, gathers=gathers, forward=forward, backward=backward, ahead=ahead, behind=behind,
-            update=self.states.update(index, way.tensor), floor=self.times.launch(component), inner_s=inner_s,
+            update=self.states.update(index, way.tensor), floor=float(self.times.launches[index]), inner_s=inner_s,
             count=(a, b, c, d), saved=saved, transient=transient,
             buffers=state.page.transient(state.share, layout.data, neighbours), checkpoint=way.checkpoint,
             offload=way.offload, split=layout.tensor > 1, single_rank=layout.data == 1,

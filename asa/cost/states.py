@@ -6,10 +6,13 @@ such as repeated blocks, are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from asa.cost.boundary.crossings import Crossings, Ends
 from asa.cost.constants import constant
@@ -21,10 +24,10 @@ from asa.cost.way import PHASES, Upkeep, Way
 from asa.cost.work.compute import Times
 from asa.interfaces.strategy import DataStrategy, Strategies
 from asa.ir.cluster import Cluster, Sharding
-from asa.ir.graph import LayerGraph, firsts
+from asa.ir.graph import Component, LayerGraph, firsts
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
-from asa.ir.traffic import Collective, Memory, Phase, Share
+from asa.ir.traffic import Collective, Memory, Share
 from asa.ir.transfer import whole
 
 
@@ -73,10 +76,11 @@ class States:
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._largest: dict[TensorDegree, tuple[int, float]] = {}
+        self._held: dict[TensorDegree, list[float]] = {}
         self._costs: dict[tuple[object, ...], StateCost] = {}
         self._prefetched: dict[tuple[object, ...], Gathers | None] = {}
         self.collective_s = constant("collective_launch_s") if self.async_device else 0.0
-        self._launch_bounds: dict[tuple[int, bool, int], tuple[float, float]] = {}
+        self._launch_bounds: dict[tuple[bool, int], Any] = {}
         self.prefetching = self.async_device and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
@@ -94,15 +98,24 @@ class States:
         components there."""
         if tensor in self._largest:
             return self._largest[tensor]
-        page, sizes = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
-        for i, c in enumerate(self._graph.components):
-            is_whole = bool(page.refusal(c, tensor.degree))
-            share = None if is_whole else self.share(i, tensor)
-            size = c.parameter_bytes if share is None else share.parameter_bytes
-            sizes.append((0.0 if share is None else share.largest_parameter_bytes, float(size)))
-        at = max(range(len(sizes)), key=lambda i: sizes[i][0])
-        self._largest[tensor] = at, sum(size for _, size in sizes) - sizes[at][1]
+        page, sizes = self._strategies.tensor[tensor.strategy], self.held(tensor)
+        largest = [
+            0.0 if page.refusal(c, tensor.degree) else self.share(i, tensor).largest_parameter_bytes
+            for i, c in enumerate(self._graph.components)
+        ]
+        at = max(range(len(sizes)), key=largest.__getitem__)
+        self._largest[tensor] = at, sum(sizes) - sizes[at]
         return self._largest[tensor]
+
+    def held(self, tensor: TensorDegree) -> list[float]:
+        """Parameter bytes of every component on a tensor rank; whole where the component cannot be split."""
+        if tensor not in self._held:
+            page = self._strategies.tensor[tensor.strategy]
+            self._held[tensor] = [
+                float(c.parameter_bytes if page.refusal(c, tensor.degree) else self.share(i, tensor).parameter_bytes)
+                for i, c in enumerate(self._graph.components)
+            ]
+        return self._held[tensor]
 
     def update(self, index: int, tensor: TensorDegree) -> float:
         """Seconds of an optimizer step on all parameters of component ``index`` on a tensor rank."""
@@ -176,18 +189,19 @@ class States:
         # that are gathered once per step.
         blocking = self._cluster.device.type == "cpu" and not memory.buckets
         tensors = share.num_parameter_tensors
-        overhead_s = tuple(self._overhead_s(traffic, phase, tensors) for phase in PHASES)
-        link_s = [sum(self.links.seconds(c) for c in traffic if c.phase == phase) for phase in PHASES[:3]]
+        phases = [[c for c in traffic if c.phase == phase] for phase in PHASES]
+        sharding = [[c for c in some if c.op in ("all_gather", "reduce_scatter")] for some in phases]
+        overhead_s = tuple(self._overhead_s(some, tensors) for some in sharding)
+        link_s = [sum(map(self.links.seconds, some)) for some in phases[:3]]
         update_moved = link_s[2] + overhead_s[2]
-        gradients = [c for c in traffic if c.phase == "gradient"]
-        prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=memory.buckets > 0)
+        prompt, late, copied, scattered = self._sync(index, share, phases[3], bucketed=memory.buckets > 0)
         if blocking:
             update_moved, prompt = update_moved + prompt, 0.0
         costs = Upkeep(
             update_moved=update_moved, prompt=prompt, late=late, copied=copied, blocking=blocking,
-            moving=blocking or any(c.phase in PHASES[:2] for c in traffic), shared=self._shared(traffic, layout),
-            scattered=scattered, overhead_s=overhead_s, count=tuple(launched(traffic, phase) for phase in PHASES),
-            link_s=tuple(link_s[:2]), launches=self._launches(traffic, tensors), state=memory.state, kept=memory.kept,
+            moving=blocking or bool(phases[0] or phases[1]), shared=self._shared(traffic, layout),
+            scattered=scattered, overhead_s=overhead_s, count=tuple(map(launched, phases, PHASES)),
+            link_s=tuple(link_s[:2]), launches=self._launches(sharding, tensors), state=memory.state, kept=memory.kept,
             gradients=memory.gradients, optimizer=memory.optimizer, parameters=memory.parameters,
             added=memory.gradients if memory.accumulated is None else memory.accumulated, updating=memory.updating,
             size=share.parameter_bytes, largest=share.largest_parameter_bytes, tensors=tensors,
@@ -221,40 +235,45 @@ class States:
             self._between[key] = Crossings([self.crossing(ends, a, b) for a, b in pairs])
         return self._between[key]
 
-    def _overhead_s(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:
-        """Seconds that a rank spends on copies and calls for the gathers and scatters of one unit of ``tensors``
+    def _overhead_s(self, sharding: Sequence[Collective], tensors: int) -> float:
+        """Seconds that a rank spends on copies and calls for these gathers and scatters of one unit of ``tensors``
         tensors, without the time on links. If the cluster has no measurement, copies at memory bandwidth are assumed.
         For asynchronous devices the host's time is not included."""
         costs, device = self._cluster.sharding, self._cluster.device
+        if not sharding:
+            return 0.0
         if costs is None:
             if not self.async_device or device.memory_bandwidth <= 0:
                 return 0.0
             costs = Sharding(unit_s=0.0, byte_s=constant("fsdp_copy_passes") / device.memory_bandwidth)
         unit_s = 0.0 if self.async_device else self._unit_s(tensors)
-        return sum(unit_s + costs.byte_s * c.bytes for c in _sharding(traffic, phase))
+        return sum(unit_s + costs.byte_s * c.bytes for c in sharding)
 
-    def _launches(self, traffic: Sequence[Collective], tensors: int) -> tuple[float, ...]:
-        """Seconds in each phase that the host of an asynchronous device takes to launch gathers and scatters."""
-        return tuple(self._unit_s(tensors) * len(_sharding(traffic, p)) if self.async_device else 0.0 for p in PHASES)
+    def _launches(self, sharding: Sequence[Sequence[Collective]], tensors: int) -> tuple[float, ...]:
+        """Seconds in each phase that the host of an asynchronous device takes to launch its gathers and scatters."""
+        return tuple(self._unit_s(tensors) * len(some) if self.async_device and some else 0.0 for some in sharding)
 
     def _unit_s(self, tensors: int) -> float:
         """Seconds of the host for one gather or scatter of a unit of ``tensors`` tensors, whatever their bytes."""
         costs = self._cluster.sharding
         return constant("fsdp_launch_s") if costs is None else costs.unit_s + costs.moved_tensor_s * tensors
 
-    def most_launched(self, index: int, layout: Layout) -> tuple[float, float]:
-        """Upper bounds on the host's seconds to launch communication of component ``index`` itself, in a forward and in
-        a backward, over all ways with this layout."""
-        key = (self.like[index], layout.data > 1, layout.tensor)
+    def most_launched(self, layout: Layout) -> Any:
+        """Upper bounds on the host's seconds to launch communication of each component itself, in a forward and in a
+        backward, over all ways with this layout: shape (component, pass)."""
+        key = (layout.data > 1, layout.tensor)
         if key not in self._launch_bounds:
-            component = self._graph.components[index]
-            units = MOST_UNITS * self._unit_s(component.num_parameter_tensors) if layout.data > 1 else 0.0
-            pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, layout.tensor)]
-            inner = [p.traffic(component, layout.tensor, 1) for p in pages] if layout.tensor > 1 else []
-            forward = max((launched(x, "forward") for x in inner), default=0)
-            passes = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
-            self._launch_bounds[key] = units + self.collective_s * forward, units + self.collective_s * passes
+            each = {i: self._most_launched(self._graph.components[i], *key) for i in set(self.like)}
+            self._launch_bounds[key] = np.array([each[i] for i in self.like])
         return self._launch_bounds[key]
+
+    def _most_launched(self, component: Component, sharded: bool, degree: int) -> tuple[float, float]:
+        units = MOST_UNITS * self._unit_s(component.num_parameter_tensors) if sharded else 0.0
+        pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, degree)]
+        inner = [p.traffic(component, degree, 1) for p in pages] if degree > 1 else []
+        forward = max((launched(x, "forward") for x in inner), default=0)
+        passes = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
+        return units + self.collective_s * forward, units + self.collective_s * passes
 
     def _sync(
         self, index: int, share: Share, collectives: list[Collective], *, bucketed: bool
@@ -300,7 +319,3 @@ def _nearest(held: Sequence[int | None]) -> list[int | None]:
     for k in held[:-1]:
         nearest.append(nearest[-1] if k is None else k)
     return nearest
-
-
-def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:
-    return [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]

@@ -125,6 +125,7 @@ def plan(
     chosen, notes = _surely(prices, chosen, notes, replicas)
     notes = (*notes, *circumstances(prices, chosen))
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
+    unlike = sorted({c.key: c for c in candidates}.values(), key=lambda c: prices.of(c).cost.total_s)
     if request.top_k > 1:
         candidates += next_best(prices, outcome, request.top_k - 1, request.time_limit_s)
         candidates += single_changes(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
@@ -134,7 +135,7 @@ def plan(
     for i, candidate in enumerate((chosen, *others[: request.top_k - 1])):
         certificate = _certificate(prices, candidate, outcome, clock.now() - started)
         strategy = "asa" if i == 0 else candidate.origin
-        rivals = [c for c in (chosen, *others) if c.key != candidate.key]
+        rivals = [c for c in unlike if c.key != candidate.key]  # near copies of a plan are no alternatives (0201)
         all_notes = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
         answers.append(plan_of(profile, prices, candidate, strategy, certificate, rows, all_notes, rivals))
     return answers

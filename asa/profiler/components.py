@@ -35,6 +35,8 @@ _MOST, _MOST_OF_EVENTS = 15, 30
 """Laps at most, on the host and on devices with events, whose steps are short beside the host's disturbances."""
 _FIRST = 1.25
 """Factor on the time for the largest microbatch, where every degree is measured."""
+_OVER = 1.1
+"""Share of the time limit that a measurement may take for one more microbatch."""
 _CHECKED = 3
 """The whole model runs at every third microbatch."""
 _PROBED, _PROBING = 16, 0.1
@@ -44,7 +46,7 @@ _READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
 _WAITS = 0.8
 """Host seconds over device seconds of a lap, from which on the device is said to wait for its host."""
 _SIDE = 2048
-"""Rows and columns of the square matrices whose product shows the speed of a GPU."""
+"""Rows and columns of the square matrices whose product shows the speed of a device."""
 _Span = tuple[float, float, float]
 """Begin and end of a measurement, and the median of host seconds over device seconds of its laps."""
 
@@ -113,7 +115,7 @@ class Surveyor:
         sizes = self._possible(microbatches(self.global_batch))
         self.top = sizes[0]
         self.reference = self._reference(sizes)
-        self._on_device = self._product() if self._events else None
+        self._on_device = self._product(self.reference.every_s) if self._events else None
         self.read()
         checked = set(sizes[::_CHECKED])
         for i, size in enumerate(sizes):
@@ -183,9 +185,14 @@ class Surveyor:
         return [WHOLE, *degrees] if size in checked else degrees
 
     def _reference(self, sizes: Sequence[int]) -> Reference:
-        """A reference from laps of the unsplit chain, at a microbatch small enough to be measured often."""
+        """A reference from laps of the unsplit chain, at a microbatch small enough to be measured often; from a product
+        of matrices if even two readings with the smallest take too long."""
         affordable = _REFERENCE_SHARE * self.time_s / (_READINGS * _REFERENCE_LAPS)
         size = next((s for s in sizes if self.forecast.seconds(s) <= affordable), sizes[-1])
+        each = _REFERENCE_LAPS * self.forecast.seconds(size)
+        every_s = max(self.time_s / _READINGS, each / _REFERENCE_SHARE)
+        if 2 * each > _REFERENCE_SHARE * self.time_s and not self._events:
+            return self._product(self.time_s / _READINGS)
         chain, x = self.subject.chains[1], self.subject.batch(size)
 
         def lap() -> float:
@@ -194,14 +201,13 @@ class Surveyor:
             self._reference_share = result.host_share
             return result.seconds
 
-        each = _REFERENCE_LAPS * self.forecast.seconds(size)
-        return Reference(lap, every_s=max(self.time_s / _READINGS, each / _REFERENCE_SHARE))
+        return Reference(lap, every_s=every_s)
 
-    def _product(self) -> Reference:
-        """A reference from a product of two matrices, large enough to outlast its launch."""
+    def _product(self, every_s: float) -> Reference:
+        """A reference from a product of two matrices, large enough to outlast its launch on a GPU."""
         matrix = torch.randn(_SIDE, _SIDE, device=self.subject.chains[1].device)
 
-        return Reference(lambda: self.clock.timed(lambda: matrix @ matrix), every_s=self.reference.every_s)
+        return Reference(lambda: self.clock.timed(lambda: matrix @ matrix), every_s=every_s)
 
     def steadied(self) -> Sweep:
         """Results of :meth:`survey`, converted to the machine's mean speed over all readings of ``reference``.
@@ -230,7 +236,8 @@ class Surveyor:
 
     def _possible(self, sizes: Sequence[int]) -> list[int]:
         """The sizes that normalization, memory and time allow, judged from single steps at small microbatches."""
-        possible = [s for s in sizes if s >= self._least_trainable(sizes)]
+        least = self._least_trainable(sizes)
+        possible = [s for s in sizes if s >= least]
         began = time.perf_counter()
         probes: list[tuple[int, float]] = []
         chain, saved = self.subject.chains[1], 0
@@ -259,15 +266,23 @@ class Surveyor:
         self.forecast = Forecast(probes[-2:][0], probes[-1], every / max(sum(each), 1e-12))
         for size in [s for s in possible if s > probes[-1][0]]:
             needed = saved * size / probes[-1][0] + 2 * self.subject.weight
-            seconds = (_LEAST + 2) * self.forecast.seconds(size)
+            seconds = self._least_s(possible[possible.index(size) :])
             if needed > self.free_bytes:
                 self._leave_out(f"microbatch {size}: needs {needed / GIB:.1f} GiB, {self.free_bytes / GIB:.1f} free")
-            elif seconds > 0.6 * self.time_s:
-                self._leave_out(f"microbatch {size}: {_LEAST} repeats would take {seconds:.0f} s of {self.time_s:.0f}")
+            elif seconds > _OVER * self.time_s:
+                said = f"it and smaller ones would take {seconds:.0f} s, {self.time_s:.0f} s are left"
+                self._leave_out(f"microbatch {size}: {said}")
             else:
                 continue
             possible.remove(size)
         return possible
+
+    def _least_s(self, sizes: Sequence[int]) -> float:
+        """Seconds of the least that is measured at these sizes: each degree at the first, which is the largest, degree
+        1 at all, and the whole model at the last."""
+        cost = self.forecast.cost
+        degrees_s = cost(sizes[0], [d for d in self.subject.chains if d != 1], 1)
+        return degrees_s + sum(cost(s, [1], _LEAST) for s in sizes) + cost(sizes[-1], [WHOLE], _LEAST)
 
     def _least_trainable(self, sizes: Sequence[int]) -> int:
         """The smallest microbatch that normalization layers accept in training; notes what they refuse."""
@@ -294,11 +309,13 @@ class Surveyor:
         At the ``first`` (largest) microbatch all degrees are measured, since a planner would know nothing of the
         others; if time is too short for three laps, they get one.
         """
-        degrees, with_whole = [d for d in chosen if d != WHOLE], WHOLE in chosen
+        degrees, with_whole, cost = [d for d in chosen if d != WHOLE], WHOLE in chosen, self.forecast.cost
         fits = self.forecast.fits(size, chosen, _LEAST, slice_s)
         if first and not fits:
-            chosen = chosen if self.forecast.fits(size, chosen, 1, slice_s) else degrees
-            if with_whole and WHOLE not in chosen:
+            always = [d for d in chosen if d in (1, WHOLE)]
+            least_s = cost(size, always, _LEAST) + cost(size, [d for d in chosen if d not in always], 1)
+            if with_whole and least_s > slice_s:
+                chosen = degrees
                 self._leave_out_degree(size, WHOLE)
             return chosen, 1
         optional = [d for d in reversed(degrees) if d < 0]

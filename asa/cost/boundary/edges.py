@@ -84,6 +84,9 @@ class Edges:
         """Prices of beginning a stage with components ``indices``: shape (component, column, layout). A stage holds the
         tensor it received, and sends back the whole gradient. With several microbatches it also holds the next tensor,
         which is being received, and up to two gradients that wait to be sent."""
+        return self._of_distinct(self._inlets, indices, layouts)
+
+    def _inlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
         m, components = self.num_microbatches, self.graph.components
         sizes = [components[max(0, i - 1)].output_bytes_per_sample for i in indices]
         ends = [Ends.between(None, components[i]) for i in indices]
@@ -103,6 +106,9 @@ class Edges:
         """Prices of ending a stage with components ``indices``: shape (component, column, layout). The output is made
         whole, for the loss or for the next stage. With several microbatches the stage also holds the next gradient,
         which is being received."""
+        return self._of_distinct(self._outlets, indices, layouts)
+
+    def _outlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
         components = self.graph.components
         sizes, ends = zip(*(self.states.outputs[i] for i in indices), strict=True)
         sent = np.array([[i + 1 < len(components)] for i in indices])
@@ -113,6 +119,16 @@ class Edges:
         if self.num_microbatches > 1:
             prices[:, 3] = np.where(sent, self._parts(sizes, layouts), 0.0)
         return prices
+
+    def _of_distinct(
+        self, price: Callable[[Sequence[int], tuple[Layout, ...]], Any], indices: Sequence[int],
+        layouts: tuple[Layout, ...],
+    ) -> Any:  # fmt: skip
+        """Prices of an end of a stage, computed once for all components whose ends are equal."""
+        kinds = [(self.states.fronts[i], self.states.ends[i]) for i in indices]
+        some = dict(zip(kinds, indices, strict=True))
+        at = {kind: k for k, kind in enumerate(some)}
+        return price(list(some.values()), layouts)[[at[kind] for kind in kinds]]
 
     def _end_errors(self, layouts: Sequence[Layout]) -> list[float]:
         return [max(self.link_error(whole(x)), self.link_error(x)) for x in layouts]

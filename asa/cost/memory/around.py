@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from asa.interfaces.strategy import Strategies
-from asa.ir.graph import LayerGraph
+from collections.abc import Callable
+
 from asa.ir.plan import TensorDegree
 from asa.ir.traffic import Adjacent
 
 
 class Around:
-    """Parameter bytes of the neighbours of each component on one rank. ``copying``: a reduce-scatter receives into a
-    buffer of its own."""
+    """Parameter bytes of the neighbours of each component on one rank. ``held``: the parameter bytes of every component
+    by tensor degree; ``copying``: a reduce-scatter receives into a buffer of its own."""
 
-    def __init__(self, graph: LayerGraph, strategies: Strategies, num_microbatches: int, *, copying: bool) -> None:
-        self._graph, self._strategies = graph, strategies
-        self._num_microbatches, self._copying = num_microbatches, copying
+    def __init__(self, held: Callable[[TensorDegree], list[float]], num_microbatches: int, *, copying: bool) -> None:
+        self._held, self._num_microbatches, self._copying = held, num_microbatches, copying
         self._sizes: dict[TensorDegree, tuple[list[float], list[float], list[float]]] = {}
 
     def of(self, index: int, tensor: TensorDegree, saved: float, alike: range | None = None) -> Adjacent:
@@ -31,13 +30,6 @@ class Around:
             front=front[index], behind=behind[index], rest=rest[index], saved=saved,
             num_microbatches=self._num_microbatches, copying=self._copying,
         )  # fmt: skip
-
-    def _held(self, tensor: TensorDegree) -> list[float]:
-        page = self._strategies.tensor[tensor.strategy]
-        return [
-            float(c.parameter_bytes) if page.refusal(c, tensor.degree) else page.share(c, tensor.degree).parameter_bytes
-            for c in self._graph.components
-        ]
 
 
 def _summed(sizes: list[float]) -> tuple[list[float], list[float], list[float]]:

@@ -210,9 +210,11 @@ class Times:
             grids[degree].append((np.array([self._positions[n] for n in names]), grid))
         return grids
 
-    def launch(self, component: Component) -> float:
-        """Seconds that the host of an asynchronous device takes to launch a forward of the component."""
-        return max(self.floor, constant("estimate_launch_cuda_s") * len(component.modules))
+    @cached_property
+    def launches(self) -> Any:
+        """Seconds that the host of an asynchronous device takes to launch a forward of each component: an array."""
+        each = constant("estimate_launch_cuda_s")
+        return np.array([max(self.floor, each * len(c.modules)) for c in self._components])
 
     @cached_property
     def timed(self) -> tuple[int, ...]:

@@ -26,9 +26,11 @@ _NEVER = 1e18
 _STEPS = 12
 _CLOSE, _DEPTHS, _TIGHT = 0.002, 32, 16
 """Share of a bound within which bisection ends, and numbers of stages behind a stage that are told apart, by what it
-waits for and by its memory."""
+waits for (up to ``_MOST_RANKS``) and by its memory (in any case)."""
 _MOST_RANKS, _NODE = 128, 8
 """Beyond so many ranks, ranks are counted in nodes of eight, and narrower stages count as no rank."""
+_HARDLY = 0.01
+"""Share of all compute up to which stages of a width are not worth being priced."""
 _MOST_ENTRIES = 4e8
 """Most table entries of one bisection (seconds of work); with more, no bisection is made."""
 
@@ -72,7 +74,7 @@ class Paced:
         self._slots, self._unit = pipelines.gpus // unit, unit
         self._n = compute_ms.shape[1]
         self._most = min(self._n, pipelines.gpus)
-        self._depths = min(_DEPTHS, self._most)
+        self._depths = min(_DEPTHS if unit == 1 else _TIGHT, self._most)
         self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
         self._offsets = {
             w // unit: np.array([o for o in range(self._slots + 1 - w // unit) if unit > 1 or pipelines.placed(o, w)])
@@ -87,7 +89,7 @@ class Paced:
         bisect the interval between the bound and the best plan."""
         self.level += 2 if not self.level and self._pipelines.likely_tight else 1
         if self.level == 2:
-            self._least = self._by_slots(ends)
+            self._least = self._by_slots(ends, best)
         middle = best if self.level < 3 else (self.bound + min(best, self._high)) / 2
         if _reachable(self._least, self._offsets, self._slots, self.m, middle * (1 + ROUNDING), self._waits):
             self._high = middle
@@ -95,9 +97,10 @@ class Paced:
             self.bound = middle
         self.stuck = self.level > 2 and min(best, self._high) - self.bound <= _CLOSE * self.bound
 
-    def _by_slots(self, ends: float | None = None) -> dict[int, tuple[Any, Any]]:
+    def _by_slots(self, ends: float | None = None, best: float = INF) -> dict[int, tuple[Any, Any]]:
         """The argument ``least`` of :func:`_reachable`: by compute alone, or with all that is known of stages. Widths
-        for which there is no time until ``ends`` count by compute."""
+        for which there is no time until ``ends`` count by compute, and so do those at which hardly any component runs
+        within ``best`` ms."""
         x, m = self._pipelines, self.m
         depths = range(1, min(_TIGHT, self._depths) + 1 if ends is not None and x.likely_tight else 2)
         in_flight = [_least_in_flight(x.schedules.values(), r, self._most, m) for r in depths]
@@ -105,8 +108,9 @@ class Paced:
         least: dict[int, tuple[Any, Any]] = {}
         for k in range(len(self._widths) - 1, -1, -1):  # widest first: they synchronise most
             w = self._widths[k]
-            stages = [] if ends is None or clock.now() > ends else x.limited(w, m, in_flight)
             compute_ms = self._sums[k] - self._sums[k][:, None]
+            able = compute_ms[m * compute_ms <= best].max(initial=0.0) > _HARDLY * self._sums[k][-1]
+            stages = x.limited(w, m, in_flight) if able and ends is not None and clock.now() <= ends else []
             steady = np.stack([s.steady.of_stages() for s in stages] or [compute_ms] * len(depths))
             whole = np.stack([s.whole.of_stages() for s in stages] or [m * compute_ms] * len(depths))
             steady, whole = steady[depth], np.maximum(whole, m * steady)[depth]

@@ -108,7 +108,9 @@ class StagedSpace:
     def limited(self, width: int, num_microbatches: int, in_flight: Sequence[int]) -> list[LimitedStages]:
         """Bounds on stages with the memory limit (:func:`asa.planner.stage.floor.limited_stages`)."""
         ranks = range(self.example(width), self.example(width) + self.width(width))
-        return limited_stages(self._prices, ranks, num_microbatches, self._busy, self._allowed, in_flight)
+        return limited_stages(
+            self._prices, ranks, num_microbatches, self._busy, self._allowed, in_flight, self.likely_tight
+        )
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """The formulation of stages of that width; None where some component cannot run in one."""

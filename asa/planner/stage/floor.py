@@ -102,26 +102,27 @@ class LimitedStages:
 
 
 def limited_stages(
-    prices: Prices, ranks: range, num_microbatches: int, busy: int, allowed: Allowed, in_flight: Sequence[int]
-) -> list[LimitedStages]:
+    prices: Prices, ranks: range, num_microbatches: int, busy: int, allowed: Allowed, in_flight: Sequence[int],
+    likely_tight: bool,
+) -> list[LimitedStages]:  # fmt: skip
     """Bounds on stages of such ``ranks``, while ``busy`` ranks work, that hold the activations of so many microbatches,
     one for each number ``in_flight``: without memory and, where it may bind, at several prices of memory
-    (:func:`rates`). Empty where some component cannot run."""
+    (:func:`rates`). Empty where some component cannot run. ``likely_tight``: memory is likely to bind."""
     m, space, width = num_microbatches, prices.space, len(ranks)
     pricer = prices.pricer(width, m, busy, ranks.start)
     menu, offered, which, begin = _offered(prices, pricer, allowed)
     if len(begin) < len(prices.fewest):
         return []
-    which = which[menu.first[which]]  # a component is priced for all that are equal
-    place = np.unique(menu.twin, return_inverse=True)[1]
-    begin, count = begins(menu.component[which]), np.bincount(place)
-    x, capacity = menu.priced(pricer, which), space.room(ranks.start, width, busy) / GIB
-    held = x.state + max(in_flight) * x.activations + x.gradients
-    may_bind = (np.maximum.reduceat(held, begin) @ count + x.transient.max()) / GIB > capacity
+    place = np.unique(menu.twin, return_inverse=True)[1]  # a component is priced for all that are equal
+    count, capacity, may_bind = np.bincount(place), space.room(ranks.start, width, busy) / GIB, likely_tight
+    if not may_bind:
+        which = which[menu.first[which]]
+        begin, x = begins(menu.component[which]), menu.priced(pricer, which)
+        held = x.state + max(in_flight) * x.activations + x.gradients
+        may_bind = bool((np.maximum.reduceat(held, begin) @ count + x.transient.max()) / GIB > capacity)
     if may_bind:
         which = np.flatnonzero(offered & menu.first)
-        begin = begins(menu.component[which])
-        x = menu.priced(pricer, which)
+        begin, x = begins(menu.component[which]), menu.priced(pricer, which)
     steady, sides = [(x.forward + x.backward) * MS], _sides(x, m, space.cluster.overlap)[1]
 
     layouts, every = space.layouts(width, m), range(len(prices.fewest))
