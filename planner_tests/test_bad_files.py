@@ -156,6 +156,10 @@ def test_too_many_components_are_refused_before_any_of_them_is_looked_at(place, 
             ),
             "2 stages need a schedule (at $.schedule)",
         ),
+        (lambda d: d["prediction"].update(step_time_low_s=8.0, step_time_high_s=9.0), "is not in its interval, 8.0"),
+        (lambda d: d["certificate"].update(lower_bound_s=-1.0), "a bound of 0 to 1e+09 s, not -1.0"),
+        (lambda d: d["certificate"].update(gap=-5.0), "a gap of 0 to 1, not -5.0"),
+        (lambda d: d["confidence"].update(p_best=7.0), "a probability of 7.0 is not 0 to 1"),
     ],
 )
 def test_a_plan_by_hand_that_cannot_be_one(change, words, place, capsys):
@@ -166,6 +170,30 @@ def test_a_plan_by_hand_that_cannot_be_one(change, words, place, capsys):
     (place / "plan.json").write_text(json.dumps(data))
     capsys.readouterr()
     assert words in refused(capsys, 3, "simulate", "plan.json")
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        ("prediction", "step_time_s", "its profile and cluster give"),
+        ("certificate", "lower_bound_s", "and a gap of 0, which do not fit"),
+    ],
+)
+def test_a_plan_whose_numbers_were_edited_is_told_so(command, part, name, words, place, capsys):
+    assert entry.run(["plan", "-o", "plan.json"]) == 0
+    data = json.loads((place / "plan.json").read_text())
+    del data["fingerprint"]
+    (place / "plan.json").write_text(json.dumps(data))
+    capsys.readouterr()
+    assert entry.run([command, "plan.json"]) == 0
+    assert words not in capsys.readouterr().err
+    data[part][name] /= 2
+    if part == "prediction":
+        data[part]["step_time_low_s"] = 0.0
+    (place / "plan.json").write_text(json.dumps(data))
+    assert entry.run([command, "plan.json"]) == 0
+    assert words in capsys.readouterr().err
 
 
 def test_a_memory_that_no_option_takes_is_no_remedy(place, capsys):

@@ -111,6 +111,13 @@ def test_it_is_chosen_where_nothing_else_fits_on_one_device() -> None:
         plan(profile, cluster, offered(), replace(request, offload="never"))
 
 
+def test_where_it_is_asked_for_no_component_goes_without() -> None:
+    profile = transformer()
+    request = Request(gpus=2, global_batch=8, optimizer="adamw", offload="always", time_limit_s=0.1)
+    found = plan(profile, presets.load("a100-nvlink-8"), offered(), request)[0]
+    assert [c.offload for c in found.components] == [c.parameter_bytes > 0 for c in profile.graph.components]
+
+
 def test_on_a_cpu_it_saves_nothing_and_is_refused() -> None:
     with pytest.raises(UsageError, match="saves nothing"):
         plan(nouns.profile(), nouns.cluster(2), offered(), Request(gpus=2, global_batch=8, offload="always"))

@@ -13,7 +13,8 @@ from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.cost.memory.peak import needed
 from asa.ir.units import GIB
-from asa.planner import Request, plan
+from asa.planner import Request, decide, plan
+from asa.planner.answer import infeasible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.whole import table
 from asa.planner.space import baselines
@@ -158,3 +159,13 @@ def test_a_first_plan_has_as_many_microbatches_as_make_it_fast(gib: int) -> None
             stage.solver.price()
             several.append(stage.solver.answer().value)
     assert value <= min(several) * 1.001 < 0.9 * several[0]
+
+
+def test_a_plan_that_needs_little_memory_is_looked_for_until_one_fits():
+    where = presets.load("a100-nvlink-8")
+    request = replace(REQUEST, memory_bytes=1, offload="never", time_limit_s=1e-9)
+    least = infeasible.leanest(Prices(Space(PROFILES["transformer"], where, offered(), request)))
+    limit = needed(where.device, least.price.peak.total, least.candidate.ranks) + 1
+    prices = Prices(Space(PROFILES["transformer"], where, offered(), replace(request, memory_bytes=limit)))
+    assert not prices.fits(next(iter(infeasible.low_peak_plans(prices))).candidate)
+    assert prices.fits(decide._least(prices, proved=False)[0])

@@ -194,9 +194,9 @@ def test_equal_components_share_a_price_and_it_is_the_price_of_each():
             for pricer in (prices.pricer(gpus, m, busy) for m, busy in ((1, None), (4, 4))):
                 for layout in prices.space.layouts(gpus, 1):
                     for i in range(len(model)):
-                        for way in prices.space.ways_in(i, layout):
+                        for way in prices.space.ways_in(i, layout, 1):
                             own = pricer.price(pricer.figures(i, way))
                             assert pricer.component(i, way) == own
-                    for way in prices.space.ways_in(5, layout):
+                    for way in prices.space.ways_in(5, layout, 1):
                         if way.data.strategy in ("zero2", "zero3"):  # nothing is sent in buckets
                             assert len({id(pricer.cost(k, way)) for k in (5, 6, 7)}) == 1

@@ -15,7 +15,7 @@ from asa.cli.estimates import estimated
 from asa.cli.options import check_model, input_shape
 from asa.cli.verb import Arguments
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
-from asa.ir import codec
+from asa.ir import codec, units
 from asa.ir.chips import other_gpu
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -32,6 +32,9 @@ OLD_S = 3600.0
 OTHER_SPEED = 1.4
 """Ratio of speeds beyond which it is measured anew. Virtual machines of one name were up to 2.7 times as slow as that
 of a shipped profile; a busy core slows its neighbour down by 1.25."""
+
+_SAME = 2e-6
+"""Relative difference up to which two computations of a step time count as equal."""
 
 
 def named_cluster(name: str, gpus: int | None = None) -> Cluster:
@@ -338,6 +341,26 @@ def discipline_note(plan: Plan) -> str:
     """A line on the times that are shown of a plan whose workers do not take every step together."""
     inside = "a group's step" if plan.groups > 1 else "a step of its workers"
     return f"asa: {plan.consistency}: this is {inside} as if they waited for one another, without servers and meetings"
+
+
+def numbers_note(plan: Plan, profile: Profile, cluster: Cluster) -> str:
+    """A line on a plan whose step time is not what its profile and cluster give, or whose gap is not that between its
+    step time and its bound; empty for others."""
+    from asa.planner import verify
+    from asa.strategies import offered
+
+    stated, proof = plan.prediction.step_time_s, plan.certificate
+    if plan.consistency is not None or not stated:
+        return ""
+    found = verify(plan, profile, cluster, offered()).step_time_s
+    if abs(stated - found) > _SAME * found:
+        what = f"{units.seconds(stated)} a step, its profile and cluster give {units.seconds(found)}"
+    elif abs(1 - proof.lower_bound_s / stated - proof.gap) > _SAME:
+        bound = units.seconds(proof.lower_bound_s)
+        what = f"{units.seconds(stated)} a step, a bound of {bound}, and a gap of {proof.gap:.4g}, which do not fit"
+    else:
+        return ""
+    return f"asa: the plan states {what}: it was edited, or made by another version of asa; plan again for a proof"
 
 
 def fits(p: Profile, args: Arguments, model: str | None) -> bool:

@@ -154,8 +154,8 @@ class Component:
         flops_per_sample: FLOPs of forward; a multiply-add is 2.
         saved_bytes_per_sample: bytes that autograd saves from forward to backward, without parameters; with the output,
             if that is saved.
-        tied: whether it shares a parameter with other components. Such components are in one stage, with samples on all
-            its ranks; the first of them holds the parameter, and its data strategy decides how.
+        tied: whether it shares a parameter with other components. Such components are in one stage and one layout, and
+            are not split; the first of them holds the parameter, and its data strategy decides how.
     """
 
     name: str

@@ -136,8 +136,9 @@ class Prediction:
     samples_per_s: float
 
     def __post_init__(self) -> None:
-        if not min(self.step_time_s, self.step_time_low_s, self.step_time_high_s) >= 0:
-            message = f"a step of {self.step_time_s} s ({self.step_time_low_s} to {self.step_time_high_s}): not below 0"
+        if not 0 <= self.step_time_low_s <= self.step_time_s <= self.step_time_high_s:
+            interval = f"{self.step_time_low_s} to {self.step_time_high_s}"
+            message = f"a step of {self.step_time_s} s is not in its interval, {interval}"
             raise InvalidInputError(message, where="$.prediction.step_time_s")
         for name in ("step_time_s", "step_time_low_s", "step_time_high_s", "compute_s", "exposed_communication_s",
                      "hidden_communication_s", "update_s", "bubble_s"):  # fmt: skip
@@ -173,6 +174,14 @@ class Certificate:
     solve_s: float
     curve: tuple[CurvePoint, ...] | None = later()
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.lower_bound_s <= MOST_SECONDS and 0 <= self.gap <= 1 and self.solve_s >= 0):
+            message = (
+                f"a certificate has a bound of 0 to {MOST_SECONDS:g} s, not {self.lower_bound_s}, a gap of 0 to 1, not "
+                f"{self.gap}, and solve_s of at least 0, not {self.solve_s}"
+            )
+            raise InvalidInputError(message, where="$.certificate")
+
 
 @noun
 class Confidence:
@@ -187,6 +196,11 @@ class Confidence:
     expected_regret: float
     finalists: int
     draws: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.p_best <= 1 and self.expected_regret >= 0):
+            message = f"a probability of {self.p_best} is not 0 to 1, or a regret of {self.expected_regret} is below 0"
+            raise InvalidInputError(message, where="$.confidence")
 
 
 @noun

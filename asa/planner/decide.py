@@ -254,14 +254,15 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     Raises:
         InfeasibleError: none of them fits, or it is ``proved`` that nothing does.
     """
-    fitting, ends = list[infeasible.Leanest](), clock.now() + prices.space.request.time_limit_s
+    tried, ends = list[infeasible.Leanest](), clock.now() + prices.space.request.time_limit_s
     for x in () if proved else infeasible.low_peak_plans(prices, prices.space.pinned):
-        fitting += [x] if x.excess <= 0 else []
-        if clock.now() > ends:
+        tried.append(x)
+        if clock.now() > ends and any(t.excess <= 0 for t in tried):
             break
-    best = min(fitting, key=lambda x: x.price.cost.total_s, default=None)
+    best = min((t for t in tried if t.excess <= 0), key=lambda t: t.price.cost.total_s, default=None)
     if best is None:
-        raise infeasible.explain(prices, prices.space.pinned, proved=proved)
+        smallest = min(tried, key=lambda t: t.excess, default=None)
+        raise infeasible.explain(prices, prices.space.pinned, proved=proved, smallest=smallest)
     note = "one of those that need least memory: the search found none in its time"
     return best.candidate, (note,)
 

@@ -38,6 +38,8 @@ def run(args: Arguments, console: Console) -> None:
     profile, cluster = choose.origins(plan, console, args)
     if plan.consistency is not None:
         console.say(choose.discipline_note(plan))
+    if said := choose.numbers_note(plan, profile, cluster):
+        console.say(said)
     data = {"plan": str(path), "plan_fingerprint": codec.fingerprint(plan)}
     if plan.measured is not None:
         data["measured"] = codec.to_data(plan.measured)

@@ -28,6 +28,8 @@ def run(args: Arguments, console: Console) -> None:
     timeline = simulate(plan, profile, cluster, offered())
     if plan.consistency is not None:
         console.say(choose.discipline_note(plan))
+    if said := choose.numbers_note(plan, profile, cluster):
+        console.say(said)
     data = {
         "kind": "timeline",
         "plan": str(path),

@@ -239,7 +239,7 @@ class _Around:
             self._possible[key] = (
                 even in self.space.layouts(even.width, m)
                 and self.space.enough(i, way.layout, m)
-                and way in self.space.ways_in(i, way.layout)
+                and way in self.space.ways_in(i, way.layout, m)
                 and self.allowed(i, way)
             )
         return self._possible[key]
@@ -345,7 +345,7 @@ class _Around:
     def _private(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another way with the same layout."""
         for i, way in enumerate(x.ways):
-            for other in self.space.ways_in(i, way.layout):
+            for other in self.space.ways_in(i, way.layout, x.num_microbatches):
                 if other != way and self._able(i, other, x.num_microbatches):
                     yield x.with_way(i, other)
 
@@ -371,7 +371,7 @@ class _Around:
         saved_s, held, picked = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
         for k, way in enumerate(part.ways):
             i, m = part.start + k, x.num_microbatches
-            some = [way, *(w for w in self.space.ways_in(i, way.layout) if w != way and self._able(i, w, m))]
+            some = [way, *(w for w in self.space.ways_in(i, way.layout, m) if w != way and self._able(i, w, m))]
             stages = [replace(part, ways=(*part.ways[:k], w, *part.ways[k + 1 :])) for w in some]
             slower_s = np.array([self._step_s(x, [*parts[:s], y, *parts[s + 1 :]]) for y in stages])
             slower_s += _SLIGHTLY * np.array([self._price_of(y).cost.total_s for y in stages])
@@ -396,7 +396,7 @@ class _Around:
         for i in sorted(range(self.n), key=lambda i: -components[i].parameter_bytes):
             way = x.ways[i]
             for layout in sorted(self.space.layouts(way.layout.width, m), key=lambda y: (y.data, -y.tensor)):
-                some = self.space.ways_in(i, replace(layout, weights=way.layout.weights))
+                some = self.space.ways_in(i, replace(layout, weights=way.layout.weights), m)
                 other = min((v for v in some if self._able(i, v, m)), key=partial(difference, way), default=None)
                 if other is not None and other.layout != way.layout:
                     yield x.with_way(i, other)

@@ -92,13 +92,16 @@ def _least_component_bytes(prices: Prices, index: int, width: int, allowed: Allo
     return least
 
 
-def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
+def explain(
+    prices: Prices, allowed: Allowed = anything, *, proved: bool = True, smallest: Leanest | None = None
+) -> InfeasibleError:
     """The error to raise. It names what does not fit, and a memory, batch or number of devices with which a plan fits.
 
-    ``proved``: the search has shown that nothing fits; otherwise its time was up before.
+    ``proved``: the search has shown that nothing fits; otherwise its time was up before. ``smallest``: what
+    :func:`leanest` returns, where it is known.
     """
     space, request = prices.space, prices.space.request
-    smallest = leanest(prices, allowed, few=True) if overfull(space) else None
+    smallest = smallest or (leanest(prices, allowed, few=True) if overfull(space) else None)
     smallest = smallest or leanest(prices, allowed)
     if smallest is None:
         return InfeasibleError(_nothing_runs(space, allowed, proved=proved))

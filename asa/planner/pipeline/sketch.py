@@ -297,6 +297,7 @@ class Sketch:
             data=DataDegree(strategy=strategy, degree=data),
             tensor=TensorDegree(strategy=split, degree=tensor),
             checkpoint=forgets,
+            offload=self.space.offloads(component.parameter_bytes > 0)[0],
         )
 
     def uniform(self, w: int, m: int, x: StageStyle, first: int = 0) -> Uniform:

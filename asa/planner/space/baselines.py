@@ -285,7 +285,7 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
         data=choice,
         tensor=TensorDegree(strategy=split, degree=layout.tensor),
         checkpoint=degrees.again and space.forgets(component),
-        offload=space.request.offload == "always" and space.offloading and has_parameters,
+        offload=space.offloads(has_parameters)[0],
     )
 
 

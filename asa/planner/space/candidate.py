@@ -155,10 +155,11 @@ class Prices:
         """All allowed ways of all components on stages of ``pricer``, whether or not they have enough samples."""
         space, width, m = self.space, pricer.width, pricer.num_microbatches
         layouts = space.layouts(width, m)
-        key = (width, pricer.busy, layouts, allowed)
+        shared = space.shared(layouts[0], m)
+        key = (width, pricer.busy, layouts, allowed, shared)
         if key not in self._menus:
             ways = [
-                [w for layout in layouts for w in space.ways_in(i, layout) if allowed is anything or allowed(i, w)]
+                [w for x in layouts for w in space.ways_in(i, x, m) if allowed is anything or allowed(i, w)]
                 for i in range(len(space.profile.graph))
             ]
             stored = None if allowed is anything else lambda i, way: allowed(i, replace(way, checkpoint=False))

@@ -90,6 +90,7 @@ class Space:
         self.by_tokens = "sequence" in strategies.tensor and ("sequence" in request.named or bool(profile.by_tokens))
         """Whether layouts that split tokens are searched: where such shards were measured, or asked for by name."""
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
+        self._tied = [i for i, c in enumerate(profile.graph.components) if c.tied]
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
         self.offloading = self.may_offload and request.offload == "always"
         """Whether components may keep their optimizer state on the host. With ``auto``, the prices decide."""
@@ -130,10 +131,13 @@ class Space:
         """Every allowed way of component ``index`` in a stage of ``width`` ranks with ``num_microbatches``."""
         for layout in self.layouts(width, num_microbatches):
             if self.enough(index, layout, num_microbatches):
-                yield from (way for way in self.ways_in(index, layout) if allowed(index, way))
+                yield from (w for w in self.ways_in(index, layout, num_microbatches) if allowed(index, w))
 
-    def ways_in(self, index: int, layout: Layout) -> tuple[Way, ...]:
+    def ways_in(self, index: int, layout: Layout, num_microbatches: int) -> tuple[Way, ...]:
         """Every way of component ``index`` in ``layout``, whether or not its ranks have enough samples."""
+        tied = self.profile.graph.components[index].tied
+        if tied and layout.data != self.shared(layout, num_microbatches):
+            return ()
         key = (self.profile.graph.like[index], layout, self.offloading)
         if key not in self._ways:
             self._ways[key] = tuple(self._every_way(index, layout))
@@ -141,7 +145,7 @@ class Space:
 
     def _every_way(self, index: int, layout: Layout) -> Iterator[Way]:
         component = self.profile.graph.components[index]
-        if component.tied and layout.data != layout.width:  # all components that share a parameter run in one layout
+        if component.tied and layout.tensor > 1:  # they are not split
             return
         for tensor in self.splitting(index, layout.tensor, layout.sequence):
             named = (tensor, layout.tensor)
@@ -150,7 +154,7 @@ class Space:
             private = [
                 (checkpoint, offload)
                 for checkpoint in ((False, True) if self.forgets(component) else (False,))
-                for offload in self._offloads(share.parameter_bytes > 0)
+                for offload in self.offloads(share.parameter_bytes > 0)
             ]
             for data in self._data(index, layout, share.parameter_bytes > 0):
                 for checkpoint, offload in private:
@@ -187,12 +191,20 @@ class Space:
             most = {len(even) - 1, *(max((i for i, n in enumerate(samples) if n >= k), default=0) for k in (1, 2))}
             yield from (even[i] for i in sorted(most))
 
+    def shared(self, layout: Layout, num_microbatches: int) -> int:
+        """The data degree of components that share a parameter, in a stage with a component in ``layout``: the largest
+        that leaves each of their ranks enough samples. They all run in one layout."""
+        fewest = max((self.fewest_samples(i) for i in self._tied), default=1)
+        some = (replace(layout, data=d, tensor=1, sequence=False) for d in reversed(divisors(layout.width)))
+        return next((x.data for x in some if self.samples(x, num_microbatches) >= fewest), layout.width)
+
     def forgets(self, component: Component) -> bool:
         """Whether recomputation is offered and saves memory: the activations of the component exceed its output, which
         is kept."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
 
-    def _offloads(self, has_parameters: bool) -> tuple[bool, ...]:
+    def offloads(self, has_parameters: bool) -> tuple[bool, ...]:
+        """Whether the optimizer state of a component may be on the host: all choices, the usual one first."""
         if not self.offloading or not has_parameters:
             return (False,)
         return (True,) if self.request.offload == "always" else (False, True)
@@ -335,6 +347,10 @@ class Space:
                 + (" or by any weights" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
                 + ", also as many as its longest row has" * (gpus > 8)
+            )
+        if self._tied:
+            parts.append(
+                "components that share a parameter have the largest data degree that leaves each rank a sample"
             )
         if self.request.pins:
             parts.append("pins " + " ".join(str(p) for p in self.request.pins))
