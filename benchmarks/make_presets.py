@@ -32,7 +32,9 @@ PCIE = {3: 15.754e9, 4: 31.508e9, 5: 63.015e9}
 PCIE_EFFICIENCY = 0.8
 
 
-def _device(name: str, gib: float, fp32: float, half: float, bandwidth: float, pcie: int, lanes: int = 16) -> Device:
+def _device(
+    name: str, gib: float, fp32: float, half: float, bandwidth: float, pcie: int, lanes: int = 16, products: float = 0.0
+) -> Device:
     return Device(
         name=name,
         type="cuda",
@@ -41,14 +43,18 @@ def _device(name: str, gib: float, fp32: float, half: float, bandwidth: float, p
         peak_bf16_flops=half * 1e12,
         memory_bandwidth=bandwidth * 1e9,
         host_bandwidth=round(PCIE_EFFICIENCY * PCIE[pcie] * lanes / 16, -8),
+        product_share=products,
     )
 
 
 # Name, memory GiB, dense TFLOP/s in fp32 and in bf16/fp16 (tensor cores), GB/s, PCIe generation (and lanes).
-A100 = _device("NVIDIA A100-SXM4-80GB", 79.0, 19.5, 312, 2039, 4)
+# ``products``: what remains of a published step after its memory traffic and communication. A100: 0.72 to 0.76, FSDP
+# of Llama 2 and 3 on 64 (torchtitan, docs/performance.md) and 128 (foundation-model-stack/fms-fsdp). H100: 0.55,
+# Llama 3 8B on 8 and 128 with slower memory (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md).
+A100 = _device("NVIDIA A100-SXM4-80GB", 79.0, 19.5, 312, 2039, 4, products=0.75)
 V100 = _device("Tesla V100-SXM2-16GB", 15.7, 15.7, 125, 900, 3)
 V100_32 = _device("Tesla V100-SXM2-32GB", 31.7, 15.7, 125, 900, 3)
-H100 = _device("NVIDIA H100 80GB HBM3", 79.0, 66.9, 989, 3350, 5)
+H100 = _device("NVIDIA H100 80GB HBM3", 79.0, 66.9, 989, 3350, 5, products=0.55)
 H100_PCIE = _device("NVIDIA H100 PCIe", 79.0, 51.2, 756, 2039, 5)
 H200 = _device("NVIDIA H200", 139.0, 66.9, 989, 4800, 5)
 B200 = _device("NVIDIA B200", 178.0, 80.0, 2250, 8000, 5)

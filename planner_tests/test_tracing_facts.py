@@ -127,6 +127,7 @@ def test_attention_and_recurrence_are_counted() -> None:
     assert [f.kind for f in traced.facts] == ["linear", "attention", "attention", "linear"]
     assert [f.name for f in traced.facts] == ["embedding", "1.layers.0", "1.layers.1", "head"]
     assert first.flops_per_sample == 2 * 5 * (4 * 16 * 16 + 2 * 16 * 32) + 2 * 2 * 5 * 5 * 16
+    assert [f.attention_flops_per_sample for f in traced.facts] == [0, 2 * 2 * 5 * 5 * 16, 2 * 2 * 5 * 5 * 16, 0]
 
     class Recurrent(nn.Module):
         def __init__(self, cell: type[nn.RNNBase]) -> None:

@@ -27,7 +27,8 @@ class Device:
     """One kind of device. Peak rates are per second of dense arithmetic, and 0 if unknown.
 
     ``host_bandwidth`` is the rate in bytes/s between a device and the memory of its host, in each direction, while all
-    devices of the host copy at once.
+    devices of the host copy at once. ``product_share``: the part of ``peak_bf16_flops`` that products reach in
+    training, where that was measured; 0 if unknown.
     """
 
     name: str
@@ -37,8 +38,11 @@ class Device:
     peak_bf16_flops: float = 0.0
     memory_bandwidth: float = 0.0
     host_bandwidth: float = later(0.0)
+    product_share: float = later(0.0)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.product_share <= 1:
+            raise ValueError(f"device {self.name} has a product_share of {self.product_share:g}, not 0 to 1")
         rates = (self.peak_fp32_flops, self.peak_bf16_flops, self.memory_bandwidth, self.host_bandwidth)
         if self.memory_bytes < 1 or any(r and not LEAST_RATE <= r <= MOST_AMOUNT for r in rates):
             raise ValueError(

@@ -152,6 +152,7 @@ class Component:
     Attributes:
         parameter_bytes, buffer_bytes: bytes of the stored (master) tensors.
         flops_per_sample: FLOPs of forward; a multiply-add is 2.
+        attention_flops_per_sample: those of them in fused attention; 0 in older files.
         saved_bytes_per_sample: bytes that autograd saves from forward to backward, without parameters; with the output,
             if that is saved.
         tied: whether it shares a parameter with other components. Such components are in one stage and one layout, and
@@ -172,6 +173,7 @@ class Component:
     split: TensorSplit | None
     why_whole: str = ""
     tied: bool | None = later()
+    attention_flops_per_sample: float = later(0.0)
 
 
 DEPENDS = "what training computes depends on the plan"
@@ -217,6 +219,7 @@ class LayerGraph:
                 "largest_parameter_bytes",
                 "buffer_bytes",
                 "flops_per_sample",
+                "attention_flops_per_sample",
                 "output_bytes_per_sample",
                 "saved_bytes_per_sample",
             ):

@@ -58,6 +58,12 @@ MORE_FLOPS: dict[Any, Any] = {
 }
 """FLOP formulas for operators that torch's own counter omits."""
 
+_FUSED = frozenset({
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+})  # fmt: skip
+"""Operators of fused attention."""
+
 
 class _Untold(ModuleTracker):
     """Tells no modules apart: the hooks for that fail where a forward computes gradients."""
@@ -77,9 +83,10 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass
 class _Run:
-    """Totals of one component over one run."""
+    """Totals of one component over one run. ``attention``: FLOPs in fused attention, part of ``flops``."""
 
     flops: int
+    attention: int
     output_bytes: int
     saved_bytes: int
 
@@ -114,7 +121,9 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         saved: list[Tensor] = []
         with flop_counter() as flops, fused_attention(), listing_saved(saved):
             outputs = component(value)
-        runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
+        counts = flops.get_flop_counts().get("Global", {})
+        attention = sum(n for operator, n in counts.items() if operator.__name__ in _FUSED)
+        runs.append(_Run(flops.get_total_flops(), attention, _bytes(outputs[:1]), 0))
         alive += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
         for tensor in saved:
             storage = tensor.untyped_storage()
@@ -186,6 +195,7 @@ def measure(
                 largest_parameter_bytes=max((_bytes([p]) for p in c.parameters()), default=0),
                 buffer_bytes=_bytes(c.buffers()),
                 flops_per_sample=per_sample(a.flops, b.flops),
+                attention_flops_per_sample=per_sample(a.attention, b.attention),
                 output_bytes_per_sample=per_sample(a.output_bytes, b.output_bytes),
                 saved_bytes_per_sample=per_sample(a.saved_bytes, b.saved_bytes),
                 batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),

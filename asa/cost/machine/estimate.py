@@ -4,11 +4,14 @@ Per component and pass, with F the FLOPs and D the bytes read and written,
 
     time = dispatch + F / (efficiency_F * peak) + F / (intensity * bandwidth) + D / (efficiency_D * bandwidth)
 
+FLOPs of fused attention take longer by a factor, because exponentials and products take turns in it.
 The terms are added because kernels bound by arithmetic (products, convolutions) alternate with kernels bound by memory
 (normalisation, activations). Products load a byte of operands for every ``intensity`` FLOPs, so they reach 0.85 of peak
-on the fp32 cores of a V100, and 0.46 on the tensor cores of an H100. On a GPU a pass takes at least as long as its host
+on the fp32 cores of a V100, and 0.54 on the tensor cores of an H200; where a device states what they reach in training
+at half precision, that holds instead. On a GPU a pass takes at least as long as its host
 needs to launch it, module by module. Forward writes and reads its saved bytes and its output once, and reads its
-parameters; backward has twice the FLOPs and twice the bytes. Sources: ``asa/data/constants.json``.
+parameters; backward has twice the FLOPs and twice the bytes. Fused attention saves no scores, so its backward computes
+them again: 2.5 times the FLOPs. Sources: ``asa/data/constants.json``.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from asa.ir.profile import DeviceRecord, Precision, Profile, Provenance, Stat, T
 from asa.ir.units import MOST_SECONDS
 
 _BACKWARD = 2.0
+_ATTENTION_BACKWARD = 2.5
+"""Products of fused attention in backward, over those in forward: five to two (Dao 2023, FlashAttention-2)."""
 
 _BUSY = 4096
 """Samples for which the compute of a pass on a GPU takes longer than its launch by the host."""
@@ -69,12 +74,12 @@ def estimate(
         fewest = 2 if component.batch_norm and not trained_on_one else 1
         for degree in _degrees(component, max_degree):
             for samples in [n for n in batches if n >= fewest] or [fewest]:
-                timing = _timing(component, samples, degree, device, peak, dispatch, launch, activation_scale)
+                timing = _timing(component, samples, degree, device, precision, dispatch, launch, activation_scale)
                 timings.append(replace(timing, transient_bytes=timing.transient_bytes + early))
             if sequence is not None and 1 < degree <= sequence.tokens:
                 cut = _by_tokens(component, sequence, degree)
                 by_tokens += [
-                    _timing(cut, n, degree, device, peak, dispatch, launch, activation_scale) for n in batches
+                    _timing(cut, n, degree, device, precision, dispatch, launch, activation_scale) for n in batches
                 ]
     return Profile(
         model_spec=model_spec,
@@ -152,36 +157,50 @@ def _by_tokens(component: Component, sequence: SequenceSplit, degree: int) -> Co
     return replace(component, saved_bytes_per_sample=saved, output_bytes_per_sample=handed)
 
 
+def _per_flop(device: Device, precision: Precision) -> float:
+    """Seconds of a FLOP of products."""
+    peak = device.peak_flops(precision)
+    if device.product_share and precision in ("bf16", "fp16"):
+        return 1 / (device.product_share * peak)
+    operands = constant("estimate_flops_per_byte") * device.memory_bandwidth
+    return 1 / (constant("estimate_flops_efficiency") * peak) + 1 / operands
+
+
 def _timing(
-    component: Component, samples: int, degree: int, device: Device, peak: float, dispatch: float, launch: float,
-    scale: float,
+    component: Component, samples: int, degree: int, device: Device, precision: Precision, dispatch: float,
+    launch: float, scale: float,
 ) -> Timing:  # fmt: skip
     split = component.split
     lost = 1 - 1 / degree
     flops, parameters, saved = component.flops_per_sample, component.parameter_bytes, component.saved_bytes_per_sample
+    attention = min(flops, component.attention_flops_per_sample)
     if split is not None:
+        attention -= lost * min(attention, split.flops_per_sample)
         flops -= lost * split.flops_per_sample
         parameters = round(parameters - lost * split.parameter_bytes)
         saved -= lost * split.saved_bytes_per_sample
     saved *= scale
     handed = component.output_bytes_per_sample * scale
     moved = samples * 2 * (saved + handed) + parameters
-    operands = samples * flops / (constant("estimate_flops_per_byte") * device.memory_bandwidth)
-    arithmetic = samples * flops / (constant("estimate_flops_efficiency") * peak) + operands
+    per_flop = samples * _per_flop(device, precision)
+    fused = attention * per_flop / constant("estimate_attention_efficiency")
+    products = max(0.0, flops - attention) * per_flop
     traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
+    forward = dispatch + products + fused + traffic
+    backward = _BACKWARD * (dispatch + products + traffic) + _ATTENTION_BACKWARD * fused
     host = launch * len(component.modules)
-    if not _BACKWARD * (dispatch + arithmetic + traffic) <= MOST_SECONDS:
+    if not backward <= MOST_SECONDS:
         raise InvalidInputError(
-            f"{component.name} would take {_BACKWARD * (arithmetic + traffic):.3g} s for a backward of {samples} "
-            f"samples on {device.name} of {peak:.3g} FLOPs and {device.memory_bandwidth:.3g} bytes per second: "
-            "correct the component's FLOPs and bytes, or the device's peaks"
+            f"{component.name} would take {backward:.3g} s for a backward of {samples} samples on {device.name} of "
+            f"{device.peak_flops(precision):.3g} FLOPs and {device.memory_bandwidth:.3g} bytes per second: correct "
+            "the component's FLOPs and bytes, or the device's peaks"
         )
     return Timing(
         component=component.name,
         microbatch=samples,
         tensor_degree=degree,
-        forward=_guess(max(host, dispatch + arithmetic + traffic)),
-        backward=_guess(max(host, _BACKWARD * (dispatch + arithmetic + traffic))),
+        forward=_guess(max(host, forward)),
+        backward=_guess(max(host, backward)),
         saved_bytes=round(samples * saved),
         transient_bytes=round(samples * (2 * handed + saved / 2)),
     )
