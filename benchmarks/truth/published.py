@@ -3,7 +3,7 @@
 The rows (``published.csv``) are of 0.1 to 70 billion parameters, on 8 to 128 A100 or H100, with 512 to 65,536 tokens.
 A row is predicted as :mod:`benchmarks.truth.language` does: the model traced without values with weights and
 activations in bf16, timed by data sheets, its plan priced with a preset's links. What products reach on an A100 was
-taken from the rows of titan and ibm (decision 0201); nothing was fitted to those of mpt, whose attention was an older
+taken from the rows of titan and ibm (decision 0203); nothing was fitted to those of mpt, whose attention was an older
 and slower kernel.
 """
 
