@@ -223,6 +223,20 @@ def test_where_ranks_are_not_observed_no_gain_is_claimed(truth: dict[str, Any]) 
     assert records[3].verdict.predicted_s == pytest.approx(records[3].verdict.measured_s, rel=0.02)
 
 
+def test_one_long_step_in_a_trial_does_not_undo_a_change_that_helps() -> None:
+    class Hiccup(World):
+        """The third step after the first change takes ten times as long."""
+
+        def _tail(self) -> float:
+            return 10.0 if self.moves and self.step == self.moves[0][0] + 2 else 1.0
+
+    world = _world(2, _slowness(2, rank=1, by=2.0), kind=Hiccup, window=1)
+    _, events = _run(world)
+    assert "rollback" not in _kinds(events)
+    outcome = next(e for e in events if e.get("kind") == "outcome")
+    assert outcome["measured_gain"] == pytest.approx(outcome["predicted_gain"], abs=0.01)
+
+
 def test_a_slowdown_that_the_promised_interval_would_hide_is_found() -> None:
     world = _world(2, _slowness(2, rank=1, by=1.2), ends=10**9)
     _, events = _run(world, 4)

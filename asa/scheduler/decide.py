@@ -86,9 +86,11 @@ class _Recent:
 
     @property
     def typical(self) -> tuple[int, float]:
-        """Number of steps, and typical seconds of one."""
-        steps = sum(n for n, _ in self._windows)
-        return steps, sum(n * s for n, s in self._windows) / max(1, steps)
+        """Number of steps, and typical seconds of one: their mean, in which the longest tenth counts as the next
+        shorter step, because a window of one long step may be chance."""
+        each = sorted(s for n, s in self._windows for _ in range(n))
+        most = each[int(0.9 * (len(each) - 1))] if each else 0.0
+        return len(each), sum(min(s, most) for s in each) / max(1, len(each))
 
     def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
         """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
