@@ -336,6 +336,22 @@ def test_a_plan_that_once_failed_is_tried_again_later() -> None:
     assert world.plan.num_ranks == 1
 
 
+def test_where_steps_are_short_a_change_that_failed_is_not_tried_again_before_long() -> None:
+    class Lying(World):
+        """One rank alone takes three times as long as its price."""
+
+        def _truth(self, placement: Placement, step: int) -> Any:
+            step_s, own, sent = super()._truth(placement, step)
+            slower = 3.0 if placement.plan.num_ranks == 1 else 1.0
+            return slower * step_s, tuple(slower * s for s in own), sent
+
+    world = _world(2, _slowness(2, rank=1, by=3.0), ends=10**9, kind=Lying, move_s=30.0)
+    _run(world, 60, Policy(rebuild_s=30.0))
+    switched, back, *more = (at for at, *_ in world.moves)
+    step_s = world.true_step_s(Placement(plan=_first(2), processes=(0, 1)), switched)
+    assert [at for at in more if (at - back) * step_s < 300.0] == []
+
+
 def test_what_one_rank_was_measured_to_take_counts_for_another_rank_too() -> None:
     class Lying(World):
         """One rank alone takes 1.6 times as long as its price."""

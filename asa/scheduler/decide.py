@@ -544,7 +544,7 @@ class Decider:
         self.bound = max(0.0, 1 - (1 - self.bound) * change.step_s / change.promised_s)
         self._recent = _Recent(self.policy.probation_steps)
         if change.kind == "rollback":
-            self._pause()
+            self._pause(_REST * change.cost_s / change.promised_s)
             self.reason = f"rolled back: {change.why}"
         else:
             self._trial, self._changed_under = change, self._latest
@@ -555,9 +555,11 @@ class Decider:
         self._pause()
         self._trial = None
 
-    def _pause(self) -> None:
-        """Make no change for a while, the next time for twice as long (up to a limit), and then search again."""
-        self._retry_in = self._quiet = self._next_quiet
+    def _pause(self, least: float = 0.0) -> None:
+        """Make no change for a while, ``least`` steps or more, the next time for twice as long (up to a limit), and
+        then search again."""
+        times = self._next_quiet / max(1, self.policy.cool_down)
+        self._retry_in = self._quiet = max(self._next_quiet, int(times * least))
         self._next_quiet = min(2 * self._next_quiet, _LONGEST_PAUSE * self.policy.cool_down)
         self._failed_under = self._latest
 
@@ -585,6 +587,9 @@ class Decider:
 
 _LONGEST_PAUSE = 16
 """Multiple of the first pause after a change that did not help, beyond which pauses do not grow."""
+_REST = 10
+"""Multiple of the time of a change that did not help, for which no other is made at least: where steps are short, a
+number of steps alone would be less than the time of the change itself."""
 _LASTS = 3
 """Multiple of the steps of a trial for which a state must last to end a pause, if the machine changed in a trial."""
 _VISIBLE = 0.01
