@@ -279,10 +279,12 @@ class Findings:
         # A speed-up is not reported, but planning uses it.
         if common and max(now.common, self.reported.common) > LIKE:
             everything = not by_rank or (bool(levels) and all(levels))
+            over, unknown = abs(now.common) <= LIKE, not by_rank and len(processes) > 1
             what = "everything takes" if everything else "the compute of all ranks takes"
-            line = f"{what} {_times(now.common)} ({figures}{_other_processes(measured, processes)})"
+            line = f"{'a step takes' if unknown else what} {_times(now.common)} "
+            line += f"({figures}{_other_processes(measured, processes)})"
+            line += "; ranks are not observed, so it is unknown what is slow" if unknown and now.common > LIKE else ""
             cause: Cause = "everything" if everything else "compute"
-            over = abs(now.common) <= LIKE
             findings.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line, ended=over))
         for process, log in enumerate(now.ranks):
             if not ranks[process]:
