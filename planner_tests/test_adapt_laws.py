@@ -224,6 +224,20 @@ def test_where_ranks_are_not_observed_no_gain_is_claimed(truth: dict[str, Any]) 
     assert records[3].verdict.predicted_s == pytest.approx(records[3].verdict.measured_s, rel=0.02)
 
 
+def test_a_rank_that_does_not_report_leaves_the_figures_of_others_in_use() -> None:
+    class Silent(World):
+        """The last rank reports in no second window."""
+
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            return dataclasses.replace(found, per_rank=found.per_rank[: 3 if self.step % (2 * WINDOW) else 4])
+
+    world = _world(4, _slowness(4, rank=1, by=4.0), kind=Silent)
+    _, events = _run(world)
+    assert "rank 1's compute takes 4 times as long as predicted" in _lines(events)[0]
+    assert _back(world)
+
+
 def test_one_long_step_in_a_trial_does_not_undo_a_change_that_helps() -> None:
     class Hiccup(World):
         """The third step after the first change takes ten times as long."""

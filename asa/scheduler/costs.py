@@ -343,7 +343,9 @@ def typical(measured: Measurements) -> float:
 
 
 def own_s(measured: Measurements, process: int) -> float:
-    """Typical seconds that a process computes in a step, like :func:`typical`."""
+    """Typical seconds that a process computes in a step, like :func:`typical`; 0 if it did not report any."""
+    if process >= len(measured.per_rank):
+        return 0.0
     rank, step = measured.per_rank[process], measured.step_time
     if not (rank.mean_own_s and rank.mean_own_s > 0) or rank.own_s <= 0 or step.median <= 0:
         return rank.own_s

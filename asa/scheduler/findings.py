@@ -294,14 +294,14 @@ class Findings:
                 line = f"rank {process}'s compute takes {math.exp(log):.3g} times as long as that of others"
             if log == 0 < len([r for i, r in enumerate(now.ranks) if i != process and r == 0]):
                 line += ", no longer than that of others"
-            if process in processes and measured.per_rank:
+            if process in processes and process < len(measured.per_rank):
                 rank = measured.per_rank[process]
                 of = expected.own_s[list(processes).index(process)]
                 line += f" ({own_s(measured, process):.3g} s of its own a step, {of:.3g} s expected"
                 if rank.stolen_share is not None and rank.stolen_share >= STOLEN_SHARE:
                     line += f"; other processes had its core {100 * rank.stolen_share:.0f} % of the time"
                 line += ")"
-            else:
+            elif process not in processes:
                 line += " (probed: it is idle)"
             factor = math.exp(now.common + log)
             findings.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))

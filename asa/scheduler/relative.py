@@ -57,7 +57,7 @@ class Compared:
 
     def window(self, measured: Measurements, steps: int) -> list[Finding]:
         """Findings on ranks that are now slower than others, or no longer, after a window of ``steps`` steps."""
-        if not measured.per_rank:
+        if len(measured.per_rank) < len(self._reported):
             return []
         bad = impossible_figures(measured)
         findings = self._ignored.window(bad)
