@@ -222,16 +222,17 @@ class Findings:
         denied = {p for p, doubt in enumerate(doubts) if doubt * (now.ranks[p] - self.reported.ranks[p]) < 0}
         self.variation.window(measured, processes)
         shared = disturbed(measured, processes) if by_rank else None
-        like = LIKE if shared is None else self.variation.like
+        like = self.variation.like
         seconds = steps * typical(measured)
 
         def differs(
             key: Hashable, log: float, old: float, *, borne_out: bool, at_once: bool = shared is None, times: int = 1
         ) -> bool:
-            more = key not in denied and abs(log - old) > (LIKE if borne_out else like)
-            return self.lasting.holds(
-                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or at_once, times=times
-            )
+            difference = 0.0 if key in denied else abs(log - old)
+            return self.lasting.exceeds(
+                key, difference, LIKE if borne_out else like, steps=steps, seconds=seconds,
+                borne_out=borne_out or at_once, times=times,
+            )  # fmt: skip
 
         common = differs(
             "common", now.common, self.reported.common, times=1 if shared is None else ALL_ALIKE,
