@@ -224,6 +224,14 @@ def test_where_ranks_are_not_observed_no_gain_is_claimed(truth: dict[str, Any]) 
     assert records[3].verdict.predicted_s == pytest.approx(records[3].verdict.measured_s, rel=0.02)
 
 
+def test_a_change_that_helps_is_kept_though_steps_vary() -> None:
+    truth = _slowness(2, rank=1, by=2.0)
+    world = _world(2, truth, ends=10**9, window=5, noise=Noise(step=0.3), seed=6)
+    _, events = _run(world, 4)
+    assert _kinds(events).count("switch") == 1
+    assert "rollback" not in _kinds(events)
+
+
 def test_a_rank_that_does_not_report_leaves_the_figures_of_others_in_use() -> None:
     class Silent(World):
         """The last rank reports in no second window."""

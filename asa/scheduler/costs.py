@@ -198,21 +198,21 @@ class Costs:
         """Update the estimates from a window of ``steps`` steps under a plan with the expected times ``expected``, run
         by ``processes``; values of the processes ``ignored`` are not used. ``exposed``: a level and its logarithm,
         derived from exposed communication, if single transfers do not show it."""
-        spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
+        variance = (spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
-        self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), spread, steps)
+        self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), variance, steps)
         if not measured.per_rank:
             if not self.by_rank:
                 value = math.log(typical(measured) / expected.step_s)
-                self.ranks = [f.update(value, spread, steps) for f in self.ranks]
-                self.levels = [f.update(value, spread, steps) for f in self.levels]
+                self.ranks = [f.update(value, variance, steps) for f in self.ranks]
+                self.levels = [f.update(value, variance, steps) for f in self.levels]
             return
         self.by_rank = True
         ignored_ranks = set(ignored)
         for rank, process in enumerate(processes):
             own = own_s(measured, process)
             if process not in ignored_ranks and expected.own_s[rank] > 0 and own > 0:
-                self.ranks[process] = self.ranks[process].update(math.log(own / expected.own_s[rank]), spread, steps)
+                self.ranks[process] = self.ranks[process].update(math.log(own / expected.own_s[rank]), variance, steps)
         working = [p for p in processes if p < len(measured.per_rank)]
         stolen = {p for p in working if (measured.per_rank[p].stolen_share or 0.0) >= _MOST_STOLEN}
         self._stolen = self._stolen - set(working) | stolen
@@ -352,7 +352,7 @@ def own_s(measured: Measurements, process: int) -> float:
     return min(rank.mean_own_s, rank.own_s * max(1.0, step.p90 / step.median))
 
 
-def _spread(measured: Measurements) -> float:
+def spread(measured: Measurements) -> float:
     """Variance of the logarithm of one step's time."""
     step = measured.step_time
     if step.median <= 0:

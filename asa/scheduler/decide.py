@@ -23,7 +23,7 @@ from asa.ir.measurements import Measurements
 from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
-from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift, typical
+from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift, spread, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.experience import Experience
 from asa.scheduler.exposed import Exposed
@@ -34,8 +34,10 @@ from asa.scheduler.policy import Policy
 
 _CLEAR = 5
 """Smallest number of steps after which a change is judged if its effect is clear."""
-_BEYOND_DOUBT = 0.10
-"""Smallest change of a step's time, as a fraction, whose effect counts as clear."""
+_PROMISES = 0.13
+"""Standard deviation of measured gains from promised ones in real runs."""
+_BEYOND_DOUBT, _SURE = 0.10, 3.0
+"""Smallest change of a step's time whose effect counts as clear: as a fraction, and in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ class Decider:
         self._latest = slowness
         previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
-            return self._review(self._trial, previous_state, left)
+            return self._review(self._trial, measured, previous_state, left)
         if left == 0 or self.policy.keep_plan:
             return None
         lasts = self._recent.num_since >= self._least_lasting
@@ -482,14 +484,17 @@ class Decider:
         other_ranks = rung(current, target) in ("fewer", "more")
         return max(0.0, -slowness.common) / 2 if other_ranks and not self._experience.has_run(target) else 0.0
 
-    def _review(self, change: Change, ended: tuple[int, float] | None, left: int | None) -> Change | None:
+    def _review(
+        self, change: Change, measured: Measurements, ended: tuple[int, float] | None, left: int | None
+    ) -> Change | None:
         """Judge a change after its first steps; returns its rollback if it did not help, and ``left`` steps are enough
         to make up for another change. ``ended``: steps under it, and seconds of one, before the machine became slower
         or faster in this window; they decide if they are enough."""
         over = ended is not None and ended[0] >= _CLEAR
         steps, now = ended if ended and over else self._recent.typical
         gain = 1 - now / change.step_s
-        clear = steps >= _CLEAR and abs(gain) >= _BEYOND_DOUBT
+        variance = spread(measured) * (1 / max(1, steps) + 1 / self.policy.probation_steps)
+        clear = steps >= _CLEAR and abs(gain) >= max(_BEYOND_DOUBT, _SURE * math.sqrt(variance))
         if steps < self.policy.probation_steps and not clear and not over:
             return None
         self._trial = None
@@ -498,10 +503,12 @@ class Decider:
         )  # fmt: skip
         changed = 0.0 if over else self._changed_since(change)
         error = math.log(now / change.promised_s) - changed
-        if gain >= 0:
+        if gain + change.gain * variance / _PROMISES**2 >= 0:  # weighted by how far each may be wrong
             self._experience.learn(change.target.plan, error)
             self._quiet, self._next_quiet = 0, self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
+            if gain < 0:
+                self.reason = f"steps vary too much to say that the new plan does not help: {100 * gain:.1f} % saved"
             return None
         slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
         self._experience.failed(change.target, error)
