@@ -224,6 +224,34 @@ def test_where_ranks_are_not_observed_no_gain_is_claimed(truth: dict[str, Any]) 
     assert records[3].verdict.predicted_s == pytest.approx(records[3].verdict.measured_s, rel=0.02)
 
 
+@pytest.mark.parametrize("what", ["communication", "computing"])
+def test_parts_that_are_longer_than_a_step_are_not_used(what: str) -> None:
+    class Wrong(World):
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            if what == "communication":
+                return dataclasses.replace(found, communication_s=1e6)
+            first, second = found.per_rank
+            second = dataclasses.replace(second, own_s=1.9 * second.own_s, mean_own_s=1.9 * second.own_s)
+            return dataclasses.replace(found, per_rank=(first, second))
+
+    world = _world(2, _slowness(2), kind=Wrong)
+    _, events = _run(world, 3)
+    assert (world.moves, _kinds(events)) == ([], [])
+    assert all(line.startswith("figures of rank 1 are ignored: ") for line in _lines(events))
+
+
+def test_a_rank_that_never_reports_is_named() -> None:
+    class Silent(World):
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            nothing = RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0)
+            return dataclasses.replace(found, per_rank=(found.per_rank[0], nothing))
+
+    _, events = _run(_world(2, _slowness(2, rank=1, by=4.0), kind=Silent), 3)
+    assert _lines(events) == ["figures of rank 1 are ignored: it reports none"]
+
+
 def test_a_change_that_helps_is_kept_though_steps_vary() -> None:
     truth = _slowness(2, rank=1, by=2.0)
     world = _world(2, truth, ends=10**9, window=5, noise=Noise(step=0.3), seed=6)

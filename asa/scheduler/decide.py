@@ -23,7 +23,7 @@ from asa.ir.measurements import Measurements
 from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
-from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift, spread, typical
+from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, own_s, sharing_shift, spread, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.experience import Experience
 from asa.scheduler.exposed import Exposed
@@ -199,6 +199,8 @@ class Decider:
         returns the change to make, if any."""
         self.found, self.events, self._windows = [], [], self._windows + 1
         bad = impossible_figures(measured)
+        silent = [p for p in current.processes if measured.per_rank and own_s(measured, p) == 0]
+        bad = dict.fromkeys(silent, "it reports none") | bad
         self.found += self._findings.ignored.window(bad)
         if -1 in bad:
             return None

@@ -24,7 +24,7 @@ _PLAIN = 3.0
 """Multiple of LIKE above which a change of all ranks alike is reported at once, where nothing says who uses the cores:
 below it, noise in the first windows looks the same, and no plan helps."""
 _EVERYBODY = -1
-_AWRY = 2.0
+_AWRY = 1.5
 """A part that takes longer than this multiple of the step, waiting for data included, is attributed to an error of the
 clock."""
 
@@ -48,7 +48,7 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
         return {-1: f"a step of {step.median:g} s"}
     if mean is not None and not 0 < _number(mean) < math.inf:
         return {-1: f"steps of {_number(mean):g} s on average"}
-    longest = _AWRY * (max(typical(measured), step.p90) + (_known(measured.data_wait_s) or 0.0))
+    longest = _longest(measured)
     reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
@@ -57,6 +57,12 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
             if not 0 <= seconds <= limit:  # this is true for NaN, too
                 reasons.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
     return reasons
+
+
+def _longest(measured: Measurements) -> float:
+    """Seconds that no part of a step exceeds."""
+    step_s = max(typical(measured), measured.step_time.p90)
+    return _AWRY * (step_s + (_known(measured.data_wait_s) or 0.0))
 
 
 def _number(value: object) -> float:
@@ -83,9 +89,11 @@ def finite(measured: Measurements) -> Measurements:
         if not all(x is None or math.isfinite(_number(x)) for x in (rank.mean_own_s, rank.stolen_share)):
             ranks[i] = replace(rank, mean_own_s=None, stolen_share=None)
     links = tuple(t for t in measured.links if math.isfinite(_number(t.seconds) + _number(t.num_bytes)))
+    exposed_s = _known(measured.communication_s)
+    exposed_s = None if exposed_s is not None and exposed_s > _longest(measured) else exposed_s
     return replace(
         measured, per_rank=tuple(ranks), links=links, data_wait_s=_known(measured.data_wait_s) or 0.0,
-        communication_s=_known(measured.communication_s), mean_step_s=_known(measured.mean_step_s),
+        communication_s=exposed_s, mean_step_s=_known(measured.mean_step_s),
     )  # fmt: skip
 
 
