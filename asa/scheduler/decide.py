@@ -199,12 +199,13 @@ class Decider:
         returns the change to make, if any."""
         self.found, self.events, self._windows = [], [], self._windows + 1
         bad = impossible_figures(measured)
-        silent = [p for p in current.processes if measured.per_rank and own_s(measured, p) == 0]
+        measured = measured if -1 in bad else finite(measured)
+        silent = [p for p in current.processes if -1 not in bad and measured.per_rank and own_s(measured, p) == 0]
         bad = dict.fromkeys(silent, "it reports none") | bad
         self.found += self._findings.ignored.window(bad)
         if -1 in bad:
             return None
-        steps, measured = max(1, min(steps, measured.step_time.n)), finite(measured)
+        steps = max(1, min(steps, measured.step_time.n))
         if self._background_search is not None:  # the search uses the cores, so these steps are not representative
             self._uncounted_steps += steps
             self._ask(*self._background_search, current)

@@ -61,8 +61,7 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
 
 def _longest(measured: Measurements) -> float:
     """Seconds that no part of a step exceeds."""
-    step_s = max(typical(measured), measured.step_time.p90)
-    return _AWRY * (step_s + (_known(measured.data_wait_s) or 0.0))
+    return _AWRY * (measured.step_time.p90 + (_known(measured.data_wait_s) or 0.0))
 
 
 def _number(value: object) -> float:
@@ -230,22 +229,22 @@ class Findings:
         denied = {p for p, doubt in enumerate(doubts) if doubt * (now.ranks[p] - self.reported.ranks[p]) < 0}
         self.variation.window(measured, processes)
         shared = disturbed(measured, processes) if by_rank else None
-        like = self.variation.like
+        like = LIKE if shared is None else self.variation.like
         seconds = steps * typical(measured)
 
-        def differs(
-            key: Hashable, log: float, old: float, *, borne_out: bool, at_once: bool = shared is None, times: int = 1
-        ) -> bool:
-            difference = 0.0 if key in denied else abs(log - old)
+        def differs(key: Hashable, log: float, old: float, *, borne_out: bool) -> bool:
             return self.lasting.exceeds(
-                key, difference, LIKE if borne_out else like, steps=steps, seconds=seconds,
-                borne_out=borne_out or at_once, times=times,
+                key, 0.0 if key in denied else abs(log - old), LIKE if borne_out else like, steps=steps,
+                seconds=seconds, borne_out=borne_out or shared is None,
             )  # fmt: skip
 
-        common = differs(
-            "common", now.common, self.reported.common, times=1 if shared is None else ALL_ALIKE,
-            at_once=shared is None and abs(now.common - self.reported.common) > _PLAIN * LIKE,
-            borne_out=_EVERYBODY in self.stolen or (shared is not None and len(shared) == len(processes)),
+        everybody_disturbed = shared is not None and len(shared) == len(processes)
+        change = abs(now.common - self.reported.common)
+        common_borne_out = _EVERYBODY in self.stolen or everybody_disturbed
+        common = self.lasting.holds(
+            "common", differs=change > (LIKE if common_borne_out else like), steps=steps, seconds=seconds,
+            borne_out=common_borne_out or (shared is None and change > _PLAIN * LIKE),
+            times=1 if shared is None else ALL_ALIKE,
         )  # fmt: skip
         ranks = [
             differs(p, log, old, borne_out=p in (shared or ()) or p in self.stolen or p not in processes)
@@ -255,7 +254,7 @@ class Findings:
             by_rank and differs(("level", i), log, old, borne_out=False)
             for i, (log, old) in enumerate(zip(now.levels, self.reported.levels, strict=True))
         ]
-        everybody = {_EVERYBODY} if shared and len(shared) == len(processes) else set()
+        everybody = {_EVERYBODY} if shared and everybody_disturbed else set()
         slow = {p for p, log in enumerate(now.ranks) if log or ranks[p]} | (
             {_EVERYBODY} if now.common > LIKE else set()
         )

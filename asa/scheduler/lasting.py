@@ -67,18 +67,15 @@ class Lasting:
     _since: dict[Hashable, list[float]] = field(default_factory=dict)
 
     def exceeds(
-        self, key: Hashable, difference: float, like: float, *, steps: int, seconds: float, borne_out: bool,
-        times: int = 1,
-    ) -> bool:  # fmt: skip
+        self, key: Hashable, difference: float, like: float, *, steps: int, seconds: float, borne_out: bool
+    ) -> bool:
         """Whether ``difference`` has been larger than ``like``, the usual variation, for long enough; see
         :meth:`holds`. One larger than :data:`asa.scheduler.costs.LIKE` counts if it lasts much longer: then it is no
         part of the variation."""
         long = self.holds(
-            ("long", key), differs=difference > LIKE, steps=steps, seconds=seconds, borne_out=False,
-            times=_LONG * times,
-        )  # fmt: skip
-        differs = difference > like
-        return self.holds(key, differs=differs, steps=steps, seconds=seconds, borne_out=borne_out, times=times) or long
+            ("long", key), differs=difference > LIKE, steps=steps, seconds=seconds, borne_out=False, times=_LONG
+        )
+        return self.holds(key, differs=difference > like, steps=steps, seconds=seconds, borne_out=borne_out) or long
 
     def holds(
         self, key: Hashable, *, differs: bool, steps: int, seconds: float, borne_out: bool, times: int = 1
