@@ -34,8 +34,6 @@ from asa.scheduler.policy import Policy
 
 _CLEAR = 5
 """Smallest number of steps after which a change is judged if its effect is clear."""
-_PROMISES = 0.13
-"""Standard deviation of measured gains from promised ones in real runs."""
 _BEYOND_DOUBT, _SURE = 0.10, 3.0
 """Smallest change of a step's time whose effect counts as clear: as a fraction, and in standard deviations."""
 
@@ -506,12 +504,10 @@ class Decider:
         )  # fmt: skip
         changed = 0.0 if over else self._changed_since(change)
         error = math.log(now / change.promised_s) - changed
-        if gain + change.gain * variance / _PROMISES**2 >= 0:  # weighted by how far each may be wrong
+        if gain >= 0:
             self._experience.learn(change.target.plan, error)
             self._quiet, self._next_quiet = 0, self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
-            if gain < 0:
-                self.reason = f"steps vary too much to say that the new plan does not help: {100 * gain:.1f} % saved"
             return None
         slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
         self._experience.failed(change.target, error)
