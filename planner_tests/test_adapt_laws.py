@@ -219,8 +219,78 @@ def test_where_ranks_are_not_observed_no_gain_is_claimed(truth: dict[str, Any]) 
     records, events = _run(world, 5)
     assert world.moves == []
     assert [e for e in events if e.get("kind") == "switch"] == []
-    assert _lines(events)[0].startswith("everything takes")
+    assert _lines(events)[0].startswith("a step takes ")
+    assert _lines(events)[0].endswith("; ranks are not observed, so it is unknown what is slow")
     assert records[3].verdict.predicted_s == pytest.approx(records[3].verdict.measured_s, rel=0.02)
+
+
+@pytest.mark.parametrize("what", ["communication", "computing"])
+def test_parts_that_are_longer_than_a_step_are_not_used(what: str) -> None:
+    class Wrong(World):
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            if what == "communication":
+                return dataclasses.replace(found, communication_s=1e6)
+            first, second = found.per_rank
+            second = dataclasses.replace(second, own_s=1.9 * second.own_s, mean_own_s=1.9 * second.own_s)
+            return dataclasses.replace(found, per_rank=(first, second))
+
+    world = _world(2, _slowness(2), kind=Wrong)
+    _, events = _run(world, 3)
+    assert (world.moves, _kinds(events)) == ([], [])
+    assert all(line.startswith("figures of rank 1 are ignored: ") for line in _lines(events))
+
+
+def test_a_rank_that_never_reports_is_named() -> None:
+    class Silent(World):
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            nothing = RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0)
+            return dataclasses.replace(found, per_rank=(found.per_rank[0], nothing))
+
+    _, events = _run(_world(2, _slowness(2, rank=1, by=4.0), kind=Silent), 3)
+    assert _lines(events) == ["figures of rank 1 are ignored: it reports none"]
+
+
+def test_a_change_is_judged_by_more_steps_where_steps_vary() -> None:
+    class Varying(World):
+        """Two of the first five steps after the first change take twice as long."""
+
+        def _tail(self) -> float:
+            return 2.0 if self.moves and self.step - self.moves[0][0] in (1, 3) else 1.0
+
+    world = _world(2, _slowness(2, rank=1, by=2.0), kind=Varying, window=5)
+    _, events = _run(world)
+    assert "rollback" not in _kinds(events)
+    assert next(e["measured_gain"] for e in events if e.get("kind") == "outcome") > 0
+
+
+def test_a_rank_that_does_not_report_leaves_the_figures_of_others_in_use() -> None:
+    class Silent(World):
+        """The last rank reports in no second window."""
+
+        def _measured(self, steps: int) -> Measurements:
+            found = super()._measured(steps)
+            return dataclasses.replace(found, per_rank=found.per_rank[: 3 if self.step % (2 * WINDOW) else 4])
+
+    world = _world(4, _slowness(4, rank=1, by=4.0), kind=Silent)
+    _, events = _run(world)
+    assert any("rank 1's compute takes 4 times as long as predicted" in line for line in _lines(events))
+    assert _back(world)
+
+
+def test_one_long_step_in_a_trial_does_not_undo_a_change_that_helps() -> None:
+    class Hiccup(World):
+        """The third step after the first change takes ten times as long."""
+
+        def _tail(self) -> float:
+            return 10.0 if self.moves and self.step == self.moves[0][0] + 2 else 1.0
+
+    world = _world(2, _slowness(2, rank=1, by=2.0), kind=Hiccup, window=1)
+    _, events = _run(world)
+    assert "rollback" not in _kinds(events)
+    outcome = next(e for e in events if e.get("kind") == "outcome")
+    assert outcome["measured_gain"] == pytest.approx(outcome["predicted_gain"], abs=0.01)
 
 
 def test_a_slowdown_that_the_promised_interval_would_hide_is_found() -> None:
@@ -320,6 +390,22 @@ def test_a_plan_that_once_failed_is_tried_again_later() -> None:
     (_, rolled_back, again) = (at for at, *_ in world.moves)
     assert rolled_back + Policy().cool_down < again <= rolled_back + 4 * Policy().cool_down
     assert world.plan.num_ranks == 1
+
+
+def test_where_steps_are_short_a_change_that_failed_is_not_tried_again_before_long() -> None:
+    class Lying(World):
+        """One rank alone takes three times as long as its price."""
+
+        def _truth(self, placement: Placement, step: int) -> Any:
+            step_s, own, sent = super()._truth(placement, step)
+            slower = 3.0 if placement.plan.num_ranks == 1 else 1.0
+            return slower * step_s, tuple(slower * s for s in own), sent
+
+    world = _world(2, _slowness(2, rank=1, by=3.0), ends=10**9, kind=Lying, move_s=30.0)
+    _run(world, 60, Policy(rebuild_s=30.0))
+    switched, back, *more = (at for at, *_ in world.moves)
+    step_s = world.true_step_s(Placement(plan=_first(2), processes=(0, 1)), switched)
+    assert [at for at in more if (at - back) * step_s < 300.0] == []
 
 
 def test_what_one_rank_was_measured_to_take_counts_for_another_rank_too() -> None:

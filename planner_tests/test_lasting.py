@@ -77,6 +77,15 @@ def test_what_nothing_else_bears_out_is_named_once_it_lasts_and_over_when_it_is(
     assert _said(findings, (0.0, 0.0), 20) == []
 
 
+def test_a_rank_that_was_slow_now_and_then_is_named_when_it_stays_slow() -> None:
+    findings = _findings()
+    assert [_said(findings, (0.0, float(i % 2)), 1) for i in range(40)] == [[]] * 40
+    assert findings.variation.like > 1.0
+    ((at, found),) = _said(findings, (0.0, 1.0), 30)
+    assert (found.where, found.factor) == (1, pytest.approx(math.e))
+    assert at < 12
+
+
 def test_what_all_ranks_have_in_common_takes_longer_to_believe_and_faster_than_promised_is_no_news() -> None:
     findings = _findings()
     ((at, found),) = _said(findings, (0.7, 0.7), 20)
@@ -124,6 +133,13 @@ def test_a_difference_must_be_beyond_what_windows_of_the_run_differ_by() -> None
     for i in range(20):
         calm.window(_window((0.1 * (1.0, 1.02)[i % 2], 0.1)), (0, 1))
     assert calm.like == LIKE
+
+
+def test_the_change_itself_is_no_usual_variation() -> None:
+    usual = UsualVariation()
+    for i in range(14):
+        usual.window(_window((0.1, 0.1 if i < 5 else 0.2)), (0, 1))
+        assert usual.like == LIKE
 
 
 def test_differences_that_come_and_go_last_for_nothing() -> None:

@@ -140,7 +140,7 @@ def test_a_broken_promise_leads_to_another_plan_and_the_gain_is_measured() -> No
     switch, outcome = events[:2]
     assert (switch["kind"], switch["old"], switch["new"]) == ("switch", fingerprint(old), fingerprint(new))
     assert switch["predicted_gain"] == pytest.approx(0.4)
-    assert "everything takes 2 times as long as predicted" in switch["why"]
+    assert "a step takes 2 times as long as predicted" in switch["why"]
     assert (outcome["kind"], outcome["epoch"]) == ("outcome", 1)
     assert outcome["measured_gain"] == pytest.approx(1 - 1.25 / 2)
 

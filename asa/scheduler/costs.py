@@ -198,21 +198,21 @@ class Costs:
         """Update the estimates from a window of ``steps`` steps under a plan with the expected times ``expected``, run
         by ``processes``; values of the processes ``ignored`` are not used. ``exposed``: a level and its logarithm,
         derived from exposed communication, if single transfers do not show it."""
-        spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
+        variance = (spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
-        self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), spread, steps)
+        self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), variance, steps)
         if not measured.per_rank:
             if not self.by_rank:
                 value = math.log(typical(measured) / expected.step_s)
-                self.ranks = [f.update(value, spread, steps) for f in self.ranks]
-                self.levels = [f.update(value, spread, steps) for f in self.levels]
+                self.ranks = [f.update(value, variance, steps) for f in self.ranks]
+                self.levels = [f.update(value, variance, steps) for f in self.levels]
             return
         self.by_rank = True
         ignored_ranks = set(ignored)
         for rank, process in enumerate(processes):
             own = own_s(measured, process)
             if process not in ignored_ranks and expected.own_s[rank] > 0 and own > 0:
-                self.ranks[process] = self.ranks[process].update(math.log(own / expected.own_s[rank]), spread, steps)
+                self.ranks[process] = self.ranks[process].update(math.log(own / expected.own_s[rank]), variance, steps)
         working = [p for p in processes if p < len(measured.per_rank)]
         stolen = {p for p in working if (measured.per_rank[p].stolen_share or 0.0) >= _MOST_STOLEN}
         self._stolen = self._stolen - set(working) | stolen
@@ -343,14 +343,16 @@ def typical(measured: Measurements) -> float:
 
 
 def own_s(measured: Measurements, process: int) -> float:
-    """Typical seconds that a process computes in a step, like :func:`typical`."""
+    """Typical seconds that a process computes in a step, like :func:`typical`; 0 if it did not report any."""
+    if process >= len(measured.per_rank):
+        return 0.0
     rank, step = measured.per_rank[process], measured.step_time
     if not (rank.mean_own_s and rank.mean_own_s > 0) or rank.own_s <= 0 or step.median <= 0:
         return rank.own_s
     return min(rank.mean_own_s, rank.own_s * max(1.0, step.p90 / step.median))
 
 
-def _spread(measured: Measurements) -> float:
+def spread(measured: Measurements) -> float:
     """Variance of the logarithm of one step's time."""
     step = measured.step_time
     if step.median <= 0:

@@ -23,7 +23,7 @@ from asa.ir.measurements import Measurements
 from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
-from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift, typical
+from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, own_s, sharing_shift, spread, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.experience import Experience
 from asa.scheduler.exposed import Exposed
@@ -34,8 +34,8 @@ from asa.scheduler.policy import Policy
 
 _CLEAR = 5
 """Smallest number of steps after which a change is judged if its effect is clear."""
-_BEYOND_DOUBT = 0.10
-"""Smallest change of a step's time, as a fraction, whose effect counts as clear."""
+_BEYOND_DOUBT, _SURE = 0.10, 3.0
+"""Smallest change of a step's time whose effect counts as clear: as a fraction, and in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,11 @@ class _Recent:
 
     @property
     def typical(self) -> tuple[int, float]:
-        """Number of steps, and typical seconds of one."""
-        steps = sum(n for n, _ in self._windows)
-        return steps, sum(n * s for n, s in self._windows) / max(1, steps)
+        """Number of steps, and typical seconds of one: their mean, in which the longest tenth counts as the next
+        shorter step, because a window of one long step may be chance."""
+        each = sorted(s for n, s in self._windows for _ in range(n))
+        most = each[int(0.9 * (len(each) - 1))] if each else 0.0
+        return len(each), sum(min(s, most) for s in each) / max(1, len(each))
 
     def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
         """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
@@ -195,10 +197,13 @@ class Decider:
         returns the change to make, if any."""
         self.found, self.events, self._windows = [], [], self._windows + 1
         bad = impossible_figures(measured)
+        measured = measured if -1 in bad else finite(measured)
+        silent = [p for p in current.processes if -1 not in bad and measured.per_rank and own_s(measured, p) == 0]
+        bad = dict.fromkeys(silent, "it reports none") | bad
         self.found += self._findings.ignored.window(bad)
         if -1 in bad:
             return None
-        steps, measured = max(1, min(steps, measured.step_time.n)), finite(measured)
+        steps = max(1, min(steps, measured.step_time.n))
         if self._background_search is not None:  # the search uses the cores, so these steps are not representative
             self._uncounted_steps += steps
             self._ask(*self._background_search, current)
@@ -225,7 +230,7 @@ class Decider:
         self._latest = slowness
         previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
-            return self._review(self._trial, previous_state, left)
+            return self._review(self._trial, measured, previous_state, left)
         if left == 0 or self.policy.keep_plan:
             return None
         lasts = self._recent.num_since >= self._least_lasting
@@ -480,14 +485,17 @@ class Decider:
         other_ranks = rung(current, target) in ("fewer", "more")
         return max(0.0, -slowness.common) / 2 if other_ranks and not self._experience.has_run(target) else 0.0
 
-    def _review(self, change: Change, ended: tuple[int, float] | None, left: int | None) -> Change | None:
+    def _review(
+        self, change: Change, measured: Measurements, ended: tuple[int, float] | None, left: int | None
+    ) -> Change | None:
         """Judge a change after its first steps; returns its rollback if it did not help, and ``left`` steps are enough
         to make up for another change. ``ended``: steps under it, and seconds of one, before the machine became slower
         or faster in this window; they decide if they are enough."""
         over = ended is not None and ended[0] >= _CLEAR
         steps, now = ended if ended and over else self._recent.typical
         gain = 1 - now / change.step_s
-        clear = steps >= _CLEAR and abs(gain) >= _BEYOND_DOUBT
+        variance = spread(measured) * (1 / max(1, steps) + 1 / self.policy.probation_steps)
+        clear = steps >= _CLEAR and abs(gain) >= max(_BEYOND_DOUBT, _SURE * math.sqrt(variance))
         if steps < self.policy.probation_steps and not clear and not over:
             return None
         self._trial = None
@@ -542,7 +550,7 @@ class Decider:
         self.bound = max(0.0, 1 - (1 - self.bound) * change.step_s / change.promised_s)
         self._recent = _Recent(self.policy.probation_steps)
         if change.kind == "rollback":
-            self._pause()
+            self._pause(_REST * change.cost_s / change.promised_s)
             self.reason = f"rolled back: {change.why}"
         else:
             self._trial, self._changed_under = change, self._latest
@@ -553,9 +561,11 @@ class Decider:
         self._pause()
         self._trial = None
 
-    def _pause(self) -> None:
-        """Make no change for a while, the next time for twice as long (up to a limit), and then search again."""
-        self._retry_in = self._quiet = self._next_quiet
+    def _pause(self, least: float = 0.0) -> None:
+        """Make no change for a while, ``least`` steps or more, the next time for twice as long (up to a limit), and
+        then search again."""
+        times = self._next_quiet / max(1, self.policy.cool_down)
+        self._retry_in = self._quiet = max(self._next_quiet, int(times * least))
         self._next_quiet = min(2 * self._next_quiet, _LONGEST_PAUSE * self.policy.cool_down)
         self._failed_under = self._latest
 
@@ -583,6 +593,9 @@ class Decider:
 
 _LONGEST_PAUSE = 16
 """Multiple of the first pause after a change that did not help, beyond which pauses do not grow."""
+_REST = 10
+"""Multiple of the time of a change that did not help, for which no other is made at least: where steps are short, a
+number of steps alone would be less than the time of the change itself."""
 _LASTS = 3
 """Multiple of the steps of a trial for which a state must last to end a pause, if the machine changed in a trial."""
 _VISIBLE = 0.01

@@ -24,7 +24,7 @@ _PLAIN = 3.0
 """Multiple of LIKE above which a change of all ranks alike is reported at once, where nothing says who uses the cores:
 below it, noise in the first windows looks the same, and no plan helps."""
 _EVERYBODY = -1
-_AWRY = 2.0
+_AWRY = 1.5
 """A part that takes longer than this multiple of the step, waiting for data included, is attributed to an error of the
 clock."""
 
@@ -48,7 +48,7 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
         return {-1: f"a step of {step.median:g} s"}
     if mean is not None and not 0 < _number(mean) < math.inf:
         return {-1: f"steps of {_number(mean):g} s on average"}
-    longest = _AWRY * (max(typical(measured), step.p90) + (_known(measured.data_wait_s) or 0.0))
+    longest = _longest(measured)
     reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
@@ -57,6 +57,11 @@ def impossible_figures(measured: Measurements) -> dict[int, str]:
             if not 0 <= seconds <= limit:  # this is true for NaN, too
                 reasons.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
     return reasons
+
+
+def _longest(measured: Measurements) -> float:
+    """Seconds that no part of a step exceeds."""
+    return _AWRY * (measured.step_time.p90 + (_known(measured.data_wait_s) or 0.0))
 
 
 def _number(value: object) -> float:
@@ -83,9 +88,11 @@ def finite(measured: Measurements) -> Measurements:
         if not all(x is None or math.isfinite(_number(x)) for x in (rank.mean_own_s, rank.stolen_share)):
             ranks[i] = replace(rank, mean_own_s=None, stolen_share=None)
     links = tuple(t for t in measured.links if math.isfinite(_number(t.seconds) + _number(t.num_bytes)))
+    exposed_s = _known(measured.communication_s)
+    exposed_s = None if exposed_s is not None and exposed_s > _longest(measured) else exposed_s
     return replace(
         measured, per_rank=tuple(ranks), links=links, data_wait_s=_known(measured.data_wait_s) or 0.0,
-        communication_s=_known(measured.communication_s), mean_step_s=_known(measured.mean_step_s),
+        communication_s=exposed_s, mean_step_s=_known(measured.mean_step_s),
     )  # fmt: skip
 
 
@@ -225,18 +232,19 @@ class Findings:
         like = LIKE if shared is None else self.variation.like
         seconds = steps * typical(measured)
 
-        def differs(
-            key: Hashable, log: float, old: float, *, borne_out: bool, at_once: bool = shared is None, times: int = 1
-        ) -> bool:
-            more = key not in denied and abs(log - old) > (LIKE if borne_out else like)
-            return self.lasting.holds(
-                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or at_once, times=times
-            )
+        def differs(key: Hashable, log: float, old: float, *, borne_out: bool) -> bool:
+            return self.lasting.exceeds(
+                key, 0.0 if key in denied else abs(log - old), LIKE if borne_out else like, steps=steps,
+                seconds=seconds, borne_out=borne_out or shared is None,
+            )  # fmt: skip
 
-        common = differs(
-            "common", now.common, self.reported.common, times=1 if shared is None else ALL_ALIKE,
-            at_once=shared is None and abs(now.common - self.reported.common) > _PLAIN * LIKE,
-            borne_out=_EVERYBODY in self.stolen or (shared is not None and len(shared) == len(processes)),
+        everybody_disturbed = shared is not None and len(shared) == len(processes)
+        change = abs(now.common - self.reported.common)
+        common_borne_out = _EVERYBODY in self.stolen or everybody_disturbed
+        common = self.lasting.holds(
+            "common", differs=change > (LIKE if common_borne_out else like), steps=steps, seconds=seconds,
+            borne_out=common_borne_out or (shared is None and change > _PLAIN * LIKE),
+            times=1 if shared is None else ALL_ALIKE,
         )  # fmt: skip
         ranks = [
             differs(p, log, old, borne_out=p in (shared or ()) or p in self.stolen or p not in processes)
@@ -246,7 +254,7 @@ class Findings:
             by_rank and differs(("level", i), log, old, borne_out=False)
             for i, (log, old) in enumerate(zip(now.levels, self.reported.levels, strict=True))
         ]
-        everybody = {_EVERYBODY} if shared and len(shared) == len(processes) else set()
+        everybody = {_EVERYBODY} if shared and everybody_disturbed else set()
         slow = {p for p, log in enumerate(now.ranks) if log or ranks[p]} | (
             {_EVERYBODY} if now.common > LIKE else set()
         )
@@ -279,10 +287,12 @@ class Findings:
         # A speed-up is not reported, but planning uses it.
         if common and max(now.common, self.reported.common) > LIKE:
             everything = not by_rank or (bool(levels) and all(levels))
+            over, unknown = abs(now.common) <= LIKE, not by_rank and len(processes) > 1
             what = "everything takes" if everything else "the compute of all ranks takes"
-            line = f"{what} {_times(now.common)} ({figures}{_other_processes(measured, processes)})"
+            line = f"{'a step takes' if unknown else what} {_times(now.common)} "
+            line += f"({figures}{_other_processes(measured, processes)})"
+            line += "; ranks are not observed, so it is unknown what is slow" if unknown and now.common > LIKE else ""
             cause: Cause = "everything" if everything else "compute"
-            over = abs(now.common) <= LIKE
             findings.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line, ended=over))
         for process, log in enumerate(now.ranks):
             if not ranks[process]:
@@ -292,14 +302,14 @@ class Findings:
                 line = f"rank {process}'s compute takes {math.exp(log):.3g} times as long as that of others"
             if log == 0 < len([r for i, r in enumerate(now.ranks) if i != process and r == 0]):
                 line += ", no longer than that of others"
-            if process in processes and measured.per_rank:
+            if process in processes and process < len(measured.per_rank):
                 rank = measured.per_rank[process]
                 of = expected.own_s[list(processes).index(process)]
                 line += f" ({own_s(measured, process):.3g} s of its own a step, {of:.3g} s expected"
                 if rank.stolen_share is not None and rank.stolen_share >= STOLEN_SHARE:
                     line += f"; other processes had its core {100 * rank.stolen_share:.0f} % of the time"
                 line += ")"
-            else:
+            elif process not in processes:
                 line += " (probed: it is idle)"
             factor = math.exp(now.common + log)
             findings.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))

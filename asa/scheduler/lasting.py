@@ -15,8 +15,11 @@ _LOOKS, _STEPS, _SECONDS = 2, 5, 3.0
 """Further observations, steps and seconds for which a difference must last without other evidence."""
 ALL_ALIKE = 4
 """Factor on that duration if all ranks are affected equally, for which no plan helps."""
+_LONG = 4
+"""Factor on that duration after which a difference within the usual variation counts, too."""
 _WINDOWS = 80
-_FEW = 10
+_FEW = 20
+"""Smallest number of differences from which the usual variation is learned: the tenth left out contains a change."""
 _SURE = 3.0
 _NORMAL_P90 = 1.6449
 """90th percentile of the absolute value of a normal variable, in standard deviations."""
@@ -62,6 +65,17 @@ class Lasting:
 
     patience: float = 1.0
     _since: dict[Hashable, list[float]] = field(default_factory=dict)
+
+    def exceeds(
+        self, key: Hashable, difference: float, like: float, *, steps: int, seconds: float, borne_out: bool
+    ) -> bool:
+        """Whether ``difference`` has been larger than ``like``, the usual variation, for long enough; see
+        :meth:`holds`. One larger than :data:`asa.scheduler.costs.LIKE` counts if it lasts much longer: then it is no
+        part of the variation."""
+        long = self.holds(
+            ("long", key), differs=difference > LIKE, steps=steps, seconds=seconds, borne_out=False, times=_LONG
+        )
+        return self.holds(key, differs=difference > like, steps=steps, seconds=seconds, borne_out=borne_out) or long
 
     def holds(
         self, key: Hashable, *, differs: bool, steps: int, seconds: float, borne_out: bool, times: int = 1

@@ -14,7 +14,8 @@ class Policy:
     number of joint draws of the factors for it; ``model_error``: standard deviation of the ratio of two predictions, in
     addition to that of the factors. ``rebuild_s``: seconds of a change besides moving state, before one was timed.
     ``probation_steps``: steps after which a change is judged at the latest. ``cool_down``: steps without another change
-    after one was undone; doubles each time, up to 16 times as many. ``probe_every``: number of observations between two
+    after one was undone, and at least ten times as long as that took; doubles each time, up to 16 times as many.
+    ``probe_every``: number of observations between two
     probes of idle processes, or of links that the plan does not use; ``most_probing``: largest fraction of the time
     that probes may take. ``patience``: factor on the usual duration for which a difference must last before it is
     believed without other evidence. ``keep_batch_norm``: allow no plan that changes BatchNorm's group sizes.

@@ -57,7 +57,7 @@ class Compared:
 
     def window(self, measured: Measurements, steps: int) -> list[Finding]:
         """Findings on ranks that are now slower than others, or no longer, after a window of ``steps`` steps."""
-        if not measured.per_rank:
+        if len(measured.per_rank) < len(self._reported):
             return []
         bad = impossible_figures(measured)
         findings = self._ignored.window(bad)
@@ -72,9 +72,11 @@ class Compared:
         for rank, (log, reported) in enumerate(zip(now, self._reported, strict=True)):
             # Report at once if other programs use (or used) the core, or if this is unknown; otherwise if it lasts.
             immediate = shared_cores is None or rank in shared_cores or rank in self._stolen
-            differs = abs(log - reported) > (LIKE if immediate else self._variation.like)
-            differs = differs and doubts[rank] * (log - reported) >= 0  # the last steps do not deny it
-            if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=immediate):
+            denied = doubts[rank] * (log - reported) < 0  # by the last steps
+            if not self._lasting.exceeds(
+                rank, 0.0 if denied else abs(log - reported), LIKE if immediate else self._variation.like,
+                steps=steps, seconds=seconds, borne_out=immediate,
+            ):  # fmt: skip
                 continue
             self._reported = (*self._reported[:rank], log, *self._reported[rank + 1 :])
             self._stolen = (self._stolen | set(shared_cores or ())) & {p for p, log in enumerate(self._reported) if log}
