@@ -50,14 +50,15 @@ def _device(
 # Name, memory GiB, dense TFLOP/s in fp32 and in bf16/fp16 (tensor cores), GB/s, PCIe generation (and lanes).
 # ``products``: what remains of a published step after its memory traffic and communication. A100: 0.72 to 0.76, FSDP
 # of Llama 2 and 3 on 64 (torchtitan, docs/performance.md) and 128 (foundation-model-stack/fms-fsdp). H100: 0.55,
-# Llama 3 8B on 8 and 128 with slower memory (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md).
+# Llama 3 8B on 8 and 128 with slower memory (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). B200: 0.54, the
+# mean of 21 steps of Llama 3 cut to some layers (benchmarks/truth/language.py).
 A100 = _device("NVIDIA A100-SXM4-80GB", 79.0, 19.5, 312, 2039, 4, products=0.75)
 V100 = _device("Tesla V100-SXM2-16GB", 15.7, 15.7, 125, 900, 3)
 V100_32 = _device("Tesla V100-SXM2-32GB", 31.7, 15.7, 125, 900, 3)
 H100 = _device("NVIDIA H100 80GB HBM3", 79.0, 66.9, 989, 3350, 5, products=0.55)
 H100_PCIE = _device("NVIDIA H100 PCIe", 79.0, 51.2, 756, 2039, 5)
 H200 = _device("NVIDIA H200", 139.0, 66.9, 989, 4800, 5)
-B200 = _device("NVIDIA B200", 178.0, 80.0, 2250, 8000, 5)
+B200 = _device("NVIDIA B200", 178.0, 80.0, 2250, 8000, 5, products=0.54)
 RTX3070TI = _device("NVIDIA GeForce RTX 3070 Ti", 7.6, 21.7, 43.5, 608, 4)
 RTX3090 = _device("NVIDIA GeForce RTX 3090", 23.6, 35.6, 71, 936, 4)
 RTX4090 = _device("NVIDIA GeForce RTX 4090", 23.6, 82.6, 165, 1008, 4)

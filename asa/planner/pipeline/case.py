@@ -63,7 +63,7 @@ class Case(ABC):
         self.priced = 0.0
         """The first bound of this case in ms, by prices of memory."""
         self._unlimited: Case | None = None
-        """The same plans without the memory limit, whose bound holds for this case, too."""
+        """A case of these plans without the memory limit, whose bound holds with it, too."""
         self._with_s = self._without_s = 0.0
         """Seconds of work with the memory limit, and without it."""
 
