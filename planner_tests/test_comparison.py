@@ -39,7 +39,10 @@ from asa.zoo.data import ImageSet
 
 def _plan(strategy: str, step_s: float, each: int, microbatches: int) -> Plan:
     made = nouns.plan(strategy)
-    prediction = replace(made.prediction, step_time_s=step_s, memory_bytes_per_rank=(each, each // 2))
+    prediction = replace(
+        made.prediction, step_time_s=step_s, step_time_low_s=step_s, step_time_high_s=step_s,
+        memory_bytes_per_rank=(each, each // 2),
+    )  # fmt: skip
     return replace(made, num_microbatches=microbatches, prediction=prediction)
 
 

@@ -70,7 +70,7 @@ def test_numbers_are_on_the_right_with_equal_decimals_and_words_on_the_left(noun
 
 
 def test_lines_say_the_figures():
-    slow = replace(nouns.plan(), prediction=replace(nouns.plan().prediction, step_time_s=12.5))
+    slow = replace(nouns.plan(), prediction=replace(nouns.plan().prediction, step_time_s=12.5, step_time_high_s=15.0))
     assert "12.5 s a step predicted" in str(slow)
     assert "3 components, 147 ms forward and backward of 8 samples" in str(nouns.profile())
     assert "tiny: asa has the lowest median, 500 ms a step, of 5" in str(nouns.bench())

@@ -68,7 +68,7 @@ def test_a_certificate_that_claims_too_much_is_refuted():
     assert seconds is not None
     bold = replace(
         found,
-        prediction=replace(found.prediction, step_time_s=seconds),
+        prediction=replace(found.prediction, step_time_s=seconds, step_time_low_s=0.0, step_time_high_s=1e3),
         certificate=replace(found.certificate, lower_bound_s=seconds, status="optimal"),
     )
     assert check(bold, *given, request, tries=300).refuted  # type: ignore[arg-type]

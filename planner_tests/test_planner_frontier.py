@@ -192,7 +192,8 @@ def test_more_devices_inherit_what_fewer_do(monkeypatch):
         found = plan(profile, cluster, strategies, replace(request, gpus=1), **known)[0]
         step = own[request.gpus]
         certificate = replace(found.certificate, lower_bound_s=2.7, gap=1 - 2.7 / step)
-        return [replace(found, prediction=replace(found.prediction, step_time_s=step), certificate=certificate)]
+        prediction = replace(found.prediction, step_time_s=step, step_time_low_s=step, step_time_high_s=step)
+        return [replace(found, prediction=prediction, certificate=certificate)]
 
     monkeypatch.setattr(frontier, "plan", slow_search)
     points = frontier.against_cost(nouns.profile(), nouns.cluster(4), FULL, Request(gpus=4, global_batch=8), price=1.0)

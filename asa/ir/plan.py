@@ -19,6 +19,9 @@ from asa.ir.notebook import shown
 from asa.ir.profile import Origin, Precision, Stat
 from asa.ir.units import MOST_AMOUNT, MOST_SAMPLES, MOST_SCALE, MOST_SECONDS
 
+_ROUNDING = 1e-9
+"""Share by which a step may lie outside its interval."""
+
 DataStrategyName = Literal["replicate", "zero1", "zero2", "zero3", "hsdp"]
 TensorStrategyName = Literal["none", "tensor", "sequence"]
 ScheduleName = Literal["none", "layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -136,7 +139,8 @@ class Prediction:
     samples_per_s: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.step_time_low_s <= self.step_time_s <= self.step_time_high_s:
+        least, most = self.step_time_low_s * (1 - _ROUNDING), self.step_time_high_s * (1 + _ROUNDING)
+        if not 0 <= least <= self.step_time_s <= most:
             interval = f"{self.step_time_low_s} to {self.step_time_high_s}"
             message = f"a step of {self.step_time_s} s is not in its interval, {interval}"
             raise InvalidInputError(message, where="$.prediction.step_time_s")

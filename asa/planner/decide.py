@@ -17,6 +17,7 @@ from asa.ir.plan import KEPT_OUT, Certificate, CurvePoint, Plan
 from asa.ir.profile import Profile
 from asa.planner import clock
 from asa.planner.answer import disciplines, infeasible
+from asa.planner.answer.canonical import improved
 from asa.planner.answer.confidence import faster
 from asa.planner.answer.prediction import noise
 from asa.planner.answer.written import circumstances, pins_allow, plan_of
@@ -35,6 +36,8 @@ _WORTH = 0.02
 """Gap above which a note suggests a longer search."""
 _LEAST = 0.5
 """Least share of the time limit for the search, whatever the whole strategies took."""
+_AGAIN = 0.5
+"""Share of the time limit for improving a plan with a low peak, where the search found none."""
 _BUSY, _SHORT_S = 2.0, 0.1
 """Wall seconds per second of work above which a machine counts as busy, and the least seconds of work to divide by."""
 _TIE = 1 + ROUNDING
@@ -249,7 +252,8 @@ def _surely(
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
-    """The fastest of the plans with low peaks that fit, and its notes, where the search found no plan in its time.
+    """The fastest of the plans with low peaks that fit, as far as local search improves it, and its notes, where the
+    search found no plan in its time.
 
     Raises:
         InfeasibleError: none of them fits, or it is ``proved`` that nothing does.
@@ -263,8 +267,9 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     if best is None:
         smallest = min(tried, key=lambda t: t.excess, default=None)
         raise infeasible.explain(prices, prices.space.pinned, proved=proved, smallest=smallest)
-    note = "one of those that need least memory: the search found none in its time"
-    return best.candidate, (note,)
+    until = clock.counted() + _AGAIN * prices.space.request.time_limit_s
+    note = "found around one of those that need least memory: the search found none in its time"
+    return improved(prices, best.candidate, prices.space.pinned, until), (note,)
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
