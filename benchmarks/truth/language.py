@@ -3,8 +3,9 @@
 The published runs (``llm_b200.csv``) are Megatron-LM's: weights and activations in bf16, gradients and optimizer state
 in fp32, the state spread over the data-parallel ranks (ZeRO-1), tokens cut with the tensors, 1F1B, one sequence to a
 microbatch. A row is predicted in the project's own way: the model traced without values, timed by FLOPs and bytes at a
-device's data sheet, its plan priced with the collectives of the preset. Nothing is fitted to one row or device; the
-constants of estimates were chosen with these rows and others in sight (decision 0131). What counts as memory beyond the
+device's data sheet, its plan priced with the collectives of the preset. The share of the peak that products reach on a
+B200 is fitted to these rows (decision 0203); the other constants of estimates were chosen with these rows and others in
+sight (decision 0131). What counts as memory beyond the
 model's own (copies of logits, buffers of received activations and of weight gradients) was chosen with these rows in
 sight, so their errors are in-sample.
 
