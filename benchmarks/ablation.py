@@ -71,7 +71,7 @@ def _counted_only(self: Any, _cutoff: float, _until: float) -> None:
 
 MECHANISMS: dict[str, list[Patch]] = {
     "nothing": [],
-    "first plans of pipelines": [(search, "first_plans", _nothing)],
+    "first plans of pipelines": [(search, "first_plans", lambda *_, **__: [])],
     "quick bounds of pipelines": [(search, "floors", _no_bounds), (joint, "floors", _no_bounds)],
     "whole strategies of fewer devices": [(search, "on_fewer", _nothing)],
     "first plans of one stage": [(search, "first_plan", _never)],
@@ -81,7 +81,7 @@ MECHANISMS: dict[str, list[Patch]] = {
     "more labels for stages that stayed rough": [(explored.Explored, "refine", lambda *_: False)],
     "longer strides far from the best plan": [(open_list.OpenList, "_next", lambda self, _best: self._share)],
     "climbing from first plans": [(climb.Climber, "climb", lambda _self, outline, _ends: outline)],
-    "the best uniform split": [(whole, "practice", _nothing)],
+    "the best uniform split": [(whole, "practice", lambda *_, **__: (None, 0.0))],
     "many changes of a stage at once": [(canonical._Around, "_packed", lambda *_: iter(()))],
     "weights against a plan near the best one at once": [(open_list, "_NEAR", 1.0)],
     "pipelines without the memory limit first": [(case.Case, "_without_limit", lambda *_: False)],

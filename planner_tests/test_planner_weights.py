@@ -59,7 +59,7 @@ def test_no_weights_beat_the_bound_and_hardly_any_the_answer(number, speeds) -> 
     assert verified == pytest.approx(found.prediction.step_time_s, rel=1e-9)
     assert found.certificate.lower_bound_s <= verified
     prices, rng, best = Prices(Space(profile, cluster, offered(), asked)), random.Random(0), float("inf")
-    bound = DividedBounds(prices, anything).free() / MS
+    bound = DividedBounds(prices, anything).free()[0] / MS
     for name in ("ddp", "tensor", *(["hybrid:d2t2"] if count == 4 else [])):
         for m in (1, 2):
             whole = uniform(name, prices, m)
@@ -101,7 +101,7 @@ def test_no_division_that_fits_beats_the_bound_with_memory(rooms) -> None:
             )
             used, request = replace(cluster, devices=devices), asked
         prices = Prices(Space(profile, used, offered(), request))
-        bounds.append(DividedBounds(prices, anything).free() / MS)
+        bounds.append(DividedBounds(prices, anything).free()[0] / MS)
         times = [prices.of(c).cost.total_s for c in drawn if prices.fits(c)]
         assert times
         assert bounds[-1] <= min(times) * (1 + 1e-9)
@@ -119,7 +119,7 @@ def test_no_components_in_layouts_of_their_own_beat_the_bound(number, cluster) -
     every = (1.0, 0.7, 0.7, 0.7, *[0.7] * (links.num_devices - 4))
     links = replace(links, devices=tuple(RankDevice(name=f"at {s:g}", speed=s) for s in every))
     prices = Prices(Space(profile, links, offered(), Request(gpus=4, global_batch=30)))
-    bound, n = DividedBounds(prices, anything).free() / MS, len(profile.graph)
+    bound, n = DividedBounds(prices, anything).free()[0] / MS, len(profile.graph)
     assert 0 < DividedBounds(prices, anything).free(-float("inf")) / MS <= bound, (
         "without time it is one of compute alone"
     )
@@ -150,7 +150,7 @@ def test_a_cut_in_proportion_to_speed_of_work_without_a_floor_is_the_bound() -> 
     """Compute alone, linear in samples: shares in proportion to speed are best, and the bound says just that."""
     profile, cluster = PROFILES[1], unlike(1.0, 1.0, 0.5, 0.5)
     prices = Prices(Space(profile, cluster, offered(), Request(gpus=4, global_batch=240)))
-    bound = DividedBounds(prices, anything).free() / MS
+    bound = DividedBounds(prices, anything).free()[0] / MS
     one = reweighted(uniform("ddp", prices, 1), (2, 2, 1, 1))
     assert isinstance(one.ways[0].layout, Layout)
     compute = prices.of(one).cost.compute_s
@@ -253,7 +253,7 @@ def test_the_bound_on_all_weights_has_every_layout_of_many_microbatches() -> Non
     """With few samples a wide stage has layouts that it lacks with more."""
     prices = many(32, 16, RankDevice(name="slow", speed=0.5), global_batch=64, microbatches=8)
     one = reweighted(uniform("hybrid:d8t4", prices, 8), (2,) * 16 + (1,) * 16)
-    assert DividedBounds(prices, anything).free() / MS <= prices.of(one).cost.total_s
+    assert DividedBounds(prices, anything).free()[0] / MS <= prices.of(one).cost.total_s
 
 
 def test_of_equally_fast_devices_those_with_more_memory_come_first() -> None:

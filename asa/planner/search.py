@@ -36,7 +36,7 @@ from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.lattice import INF
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
-from asa.planner.stage.shares import DividedBounds
+from asa.planner.stage.shares import DividedBounds, Divisions
 from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 
 _LOG = logging.getLogger("asa")
@@ -90,12 +90,7 @@ def search(
     started, began = clock.now(), time.monotonic()
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     ends = started + time_limit_s - polish_s
-    divided = DividedBounds(prices, allowed)
-    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget, divided)
-    # Only some batch weights of unequal devices are searched; this bound holds for all of them.
-    until = max(started + time_limit_s, clock.now() + polish_s)
-    free_s = divided.free(until, outcome.lower_bound_s * MS) / MS
-    outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_s))
+    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
     best_s = incumbent_s if outcome.best is None else prices.of(outcome.best).cost.total_s
     if outcome.lower_bound_s < best_s * (1 - budget.enough):  # where the search ended early, time is left
         polish_s = max(polish_s, (started + time_limit_s - clock.now()) / 2)
@@ -134,7 +129,7 @@ def _with_mixed(
 
 def _search(
     prices: Prices, solver: SolverName, ends: float, allowed: Allowed, incumbent_s: float,
-    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget, divided: DividedBounds,
+    baselines: Sequence[Candidate], start: Candidate | None, budget: Budget,
 ) -> Outcome:  # fmt: skip
     started = clock.now()
     space = prices.space
@@ -142,24 +137,29 @@ def _search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
-    lookups = [StageLookup(view, allowed, among, budget, divided) for view, among in views(prices)]
-    stages = [s for lookup in lookups for s in singles(lookup, solver)]
+    divided = DividedBounds(prices, allowed)
+    lookups = [StageLookup(view, allowed, among, budget, divided) for view, among in views(prices, divided.solved)]
+    stages, divisions = [s for lookup in lookups for s in singles(lookup, solver)], divided.divisions()
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     plan = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
     best = joint.Incumbent(None, incumbent_s * MS, started)
-    run = _Search(prices, allowed, baselines, best, stages, ends, budget)
+    run = _Search(prices, allowed, baselines, best, stages, divisions, ends, budget)
     if not piping:
         plan = run.first_of_one_stage() or plan
-        joint.best_first(stages, best, ends, patience=started + budget.patience_s, gap=budget.enough)
+        joint.best_first([*stages, *divisions], best, ends, patience=started + budget.patience_s, gap=budget.enough)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         first, piped = run.search()
         plan = first or plan
         curve = list(piped.curve)
-        bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in stages))
+        values = [x.value for x in stages] + [x.value for x in divisions]
+        bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *values)
         if piped.skeleton is not None and piped.value <= limit_ms:
             plan = run.staged.candidate(piped.skeleton, piped.choices)
+    division = min(divisions, key=lambda x: x.value, default=None)
+    if division is not None and division.value <= limit_ms * (1 + ROUNDING):
+        plan = division.plan
     single = min(stages, key=lambda x: x.value, default=None)  # None where the first devices have no memory
     if single is None or single.value > limit_ms * (1 + ROUNDING) or single.value >= incumbent_s * MS:
         return Outcome(
@@ -192,6 +192,7 @@ class _Search:
     baselines: Sequence[Candidate]
     best: joint.Incumbent
     single_stages: Sequence[Single]
+    divisions: Sequence[Divisions]
     ends: float
     budget: Budget
 
@@ -223,7 +224,7 @@ class _Search:
             narrow = self.first_of_one_stage()
             self._search_singles()
             best.note_other(exchange.exchange(best.limit, forked) if forked_counts else forked.result()[1])
-            pipelined = self._search_pipelines(self.single_stages, own_counts)
+            pipelined = self._search_pipelines([*self.single_stages, *self.divisions], own_counts)
             plan, value, forked_pipelined = forked.result()
             best.note_other(value)
             first = min((x for x in (narrow, plan) if x), key=lambda x: self.prices.of(x).cost.total_s, default=None)
@@ -265,9 +266,9 @@ class _Search:
         """Search single stages for a part of the time."""
         now = clock.now()
         until = now + min(self.budget.singles_s, self.budget.singles * (self.ends - now))
-        joint.best_first(self.single_stages, self.best, until, patience=now, gap=self.budget.nearly)
+        joint.best_first([*self.single_stages, *self.divisions], self.best, until, patience=now, gap=self.budget.nearly)
 
-    def _search_pipelines(self, others: Sequence[Single], counts: Sequence[int]) -> Pipelined:
+    def _search_pipelines(self, others: Sequence[joint.Item], counts: Sequence[int]) -> Pipelined:
         """The result of searching pipelines with ``counts`` microbatches, together with ``others``. Its curve begins
         with that of the search so far."""
         best, staged, budget = self.best, self.staged, self.budget

@@ -9,7 +9,7 @@ else changes, so the proofs hold.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
@@ -70,14 +70,15 @@ def _distinct(choices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]
     return tuple(w for w in dict.fromkeys(lowest_terms(w) for w in choices) if w)
 
 
-def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
+def views(prices: Prices, solved: Callable[[int], bool]) -> list[tuple[Prices, tuple[int, ...]]]:
     """Prices with one choice of batch weights for each width that has devices of several speeds: first equal shares for
-    all widths, then every choice with the widths that it concerns."""
+    all widths, then every choice with the widths that it concerns. Widths that are ``solved`` with all choices at once
+    have equal shares alone."""
     space = prices.space
     pairs = [(prices, space.single_widths())]
     if not space.cluster.unequal or not space.request.uneven:
         return pairs
-    batch, some = space.request.global_batch, space.single_widths()
+    batch, some = space.request.global_batch, [w for w in space.single_widths() if not solved(w)]
     choices = {
         w: _distinct(
             [
@@ -87,7 +88,7 @@ def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
         )
         for w in some
     }
-    for k in range(max(len(c) for c in choices.values())):
+    for k in range(max((len(c) for c in choices.values()), default=0)):
         cut = {w: c[k] for w, c in choices.items() if k < len(c)}
         pairs.append((Prices(space.weighted(cut), prices), tuple(cut)))
     return pairs

@@ -90,8 +90,8 @@ class Candidate:
 class Prices:
     """Prices of ways and candidates in one space, each computed once.
 
-    ``known``: prices for the same profile, cluster, strategies, batch and optimizer under another limit of memory or
-    devices, from which shared results are taken.
+    ``known``: prices for the same profile, cluster, strategies and optimizer under another limit of memory or devices,
+    or for another batch, from which shared results are taken.
     """
 
     def __init__(self, space: Space, known: Prices | None = None) -> None:
@@ -101,7 +101,8 @@ class Prices:
         self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
-        self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
+        same_batch = known is not None and known.space.request.global_batch == space.request.global_batch
+        self._pricers: dict[tuple[object, ...], Pricer] = known._pricers if known is not None and same_batch else {}
         self._states: dict[tuple[int, int], States] = {} if known is None else known._states
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._splits: dict[int, np.ndarray] = {}
@@ -133,6 +134,10 @@ class Prices:
             if self.fits(replicated):
                 return True
         return False
+
+    def on_batch(self, batch: int, weights: dict[int, tuple[int, ...]]) -> Prices:
+        """Prices for another batch, which stages divide by ``weights``."""
+        return Prices(self.space.weighted(weights, batch), self)
 
     def pricer(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> Pricer:
         """The pricer for stages of ``width`` ranks from rank ``first`` on, while ``busy`` ranks work at the same time

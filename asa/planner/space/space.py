@@ -20,7 +20,7 @@ from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrate
 from asa.ir.profile import Profile
 from asa.planner.space.request import Pin, Request
 
-_NARROW = 16
+NARROW = 16
 """Most ranks of a stage that may use every layout."""
 _WIDEST_SPLIT = 64
 
@@ -98,9 +98,10 @@ class Space:
         self.weights: dict[int, tuple[int, ...]] = {}
         """Weights by which stages from rank 0 on divide a batch, by width; stages of other widths divide it evenly."""
 
-    def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
-        """A copy in which stages divide batches by ``weights``."""
+    def weighted(self, weights: dict[int, tuple[int, ...]], batch: int | None = None) -> Space:
+        """A copy in which stages divide batches by ``weights``, with another ``batch`` if one is given."""
         space = copy(self)
+        space.request = self.request if batch is None else replace(self.request, global_batch=batch)
         space.weights, space._layouts, space._cut, space._ways = weights, {}, {}, {}
         return space
 
@@ -178,7 +179,7 @@ class Space:
         """The layouts of :meth:`layouts` that do not split tokens."""
         key, weights = (width, num_microbatches), self.weights.get(width, ())
         if key not in self._layouts:
-            narrow = width <= _NARROW or self.request.pins
+            narrow = width <= NARROW or self.request.pins
             even = layouts(width) if narrow else tuple(self._wide_layouts(width, num_microbatches, weights))
             self._layouts[key] = tuple(replace(x, weights=weights) for x in even) if weights else even
         return self._layouts[key]
@@ -312,7 +313,7 @@ class Space:
         fewest ranks with up to 4 samples each, the batch times powers of two, and where devices of another kind
         begin."""
         gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
-        some = {w for w in range(1, gpus) if w <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]}
+        some = {w for w in range(1, gpus) if w <= NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]}
         some |= {batch << k for k in range(gpus.bit_length())} | {-(-batch // k) for k in (2, 3, 4)}
         some.add(self.cluster.node)
         return tuple(sorted({*widths(gpus), *(w for w in some if w < gpus)}, reverse=True))
@@ -321,16 +322,16 @@ class Space:
         """The space in words, for the certificate."""
         gpus = self.request.gpus
         piped = self.schedules and gpus > 1
-        many, wide = self.request.global_batch > MOST_IN_A_PIPELINE, gpus > _NARROW
+        many, wide = self.request.global_batch > MOST_IN_A_PIPELINE, gpus > NARROW
         some = "of its divisors, of its half, third or quarter rounded up"
         checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
         if self.offloading:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
-            f"one stage of 1 to {min(gpus, _NARROW)} ranks"
+            f"one stage of 1 to {min(gpus, NARROW)} ranks"
             + (f", of a multiple of 8 ranks, of a power of two times the batch, {some}, or of {gpus}" * wide)
-            + (", or of a node" if wide and _NARROW < self.cluster.node < gpus and self.cluster.node % 8 else "")
+            + (", or of a node" if wide and NARROW < self.cluster.node < gpus and self.cluster.node % 8 else "")
             + (", or of the first ranks up to another kind" if wide and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else "")
             + (f", priced with all {gpus} devices busy" if piped and gpus > 2 else ""),
@@ -340,7 +341,7 @@ class Space:
         ]
         if wide and not self.request.pins:
             two = "only where more ranks would have fewer than two samples"
-            parts.append(f"in stages of more than {_NARROW} ranks work is repeated {two}")
+            parts.append(f"in stages of more than {NARROW} ranks work is repeated {two}")
         if self.cluster.unequal:
             parts.append(
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"

@@ -15,15 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import numpy as np
 
-from asa.ir.layout import Layout
+from asa.ir.layout import Layout, lowest_terms
 from asa.planner import clock
-from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed, layouts
+from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.space import NARROW, Allowed, layouts
+from asa.planner.stage.formulate import formulate
+from asa.planner.stage.formulated import FormulatedStage
 from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import MS
 
@@ -31,9 +33,13 @@ INF = float("inf")
 BySamples = Callable[[int, int], tuple[Any, Any, Any]]
 _POINTS = 192
 """Largest number of sample counts that are tried; between two of them the smaller one counts."""
-_HALVINGS = 26
+_HALVINGS = 14
 _NARROW = 1 / 512
 """Width of a range of samples, as a share of them, that is not halved any more."""
+_SOLVED = 16
+"""Samples of a rank from which on divisions are searched as ranges; fewer are searched one by one."""
+_WIDE, _FIRST_S = 1 / 16, 0.1
+"""Width from which on a range is formulated; and seconds of its first search, four times as long each time."""
 _PIVOTS = 4
 """Number of components, spread over the chain, in whose backward memory is bounded."""
 _PRICES, _FINER = 16, 8
@@ -56,26 +62,23 @@ class DividedBounds:
             return 0.0
         return self._stage(width, num_microbatches).by_weights(weights or (1,) * width) * MS
 
-    def free(self, ends: float = INF, enough: float = INF) -> float:
-        """The bound on plans with any weights. Infinite if no stage has such devices, or if batches are divided evenly.
-        The lowest bound is raised first, until it is ``enough`` ms or until the time ``ends``."""
+    def least(self, width: int, num_microbatches: int) -> float:
+        """The bound by compute alone on plans that divide the batch in any way; 0 if all devices are alike."""
+        several = self._has_several_speeds(width)
+        return self._stage(width, num_microbatches).compute_alone() * MS if several else 0.0
+
+    def divisions(self) -> list[Divisions]:
+        """All plans of one stage with such devices, a part for each width and number of microbatches. None if batches
+        are divided evenly."""
         space = self._prices.space
         if not space.cluster.unequal or not space.request.uneven:
-            return INF
+            return []
         some = [w for w in space.single_widths() if self._has_several_speeds(w)]
-        queue: list[tuple[float, int, _DividedStage, tuple[float, float] | None]] = []
-        for number, (w, m) in enumerate(product(some, space.microbatches())):
-            stage = self._stage(w, m)
-            queue.append((stage.compute_alone(), number, stage, None))
-        heapq.heapify(queue)
-        while queue:
-            bound_s, number, stage, between = heapq.heappop(queue)
-            parts = stage.parts(between)
-            if not parts or bound_s * MS >= enough or clock.now() > ends:
-                return bound_s * MS
-            for part in parts:
-                heapq.heappush(queue, (max(bound_s, stage.bound(part)), number, stage, part))
-        return INF
+        return [Divisions(self._stage(w, m)) for w, m in product(some, space.microbatches())]
+
+    def solved(self, width: int) -> bool:
+        """Whether divisions among that many devices are searched, not only bounded."""
+        return self._has_several_speeds(width) and self._stage(width, 1).solvable
 
     def _has_several_speeds(self, width: int) -> bool:
         return len(set(self._prices.space.cluster.speeds(range(width)) or (1.0,))) > 1
@@ -109,6 +112,11 @@ class _DividedStage:
         self._members = [r for r in range(width) if kinds[r] == kinds[0]]
         self._others = [r for r in range(width) if kinds[r] != kinds[0]]
         self._runs = sum(r - 1 not in self._members for r in self._members)
+        groups = [range(i, i + y.inner) for y in whole if y.data > 1 for i in range(0, width, y.inner)]
+        pure = all(len({kinds[r] for r in group}) == 1 for group in groups)
+        enough = _SOLVED * max(prices.fewest) * width
+        self.solvable = pure and len(set(kinds)) == 2 and width <= NARROW and self.samples >= enough
+        """Whether devices of both kinds never have a part of the batch in common, and samples are many."""
         self._room = rooms[0], sum(rooms[r] for r in self._others) / max(1, len(self._others))
         self._least_s = np.full((len(self._some), len(prices.fewest)), INF)
         for k, layout in enumerate(self._some):
@@ -123,13 +131,41 @@ class _DividedStage:
         """The least time of compute, component by component."""
         return float(self._least_s.min(axis=0).sum())
 
-    def parts(self, between: tuple[float, float] | None) -> list[tuple[float, float]]:
-        """Ranges of samples that are bounded next: halves of ``between``, none where it is narrow."""
+    def parts(self, between: _Range | None) -> list[_Range]:
+        """Ranges that are bounded next: halves of ``between``, none where it is narrow."""
         if between is None:
-            return [(0.0, float(self.samples))]
-        low, high = between
-        middle = (low + high) / 2
-        return [] if high - low <= max(1.0, _NARROW * high) else [(low, middle), (middle, high)]
+            return [_Range(self, 0.0, float(self.samples))]
+        if between.narrow:
+            return []
+        middle = (between.low + between.high) / 2
+        return [_Range(self, between.low, middle), _Range(self, middle, between.high)]
+
+    def relaxed(self, low: float, high: float) -> FormulatedStage | None:
+        """A stage that takes no longer than any division in which the first devices have from ``low`` to ``high``
+        samples together: they have ``low`` of them, and the others what is left of ``high``. None where devices of both
+        kinds have a part of the batch in common, or where a rank might have too few samples.
+
+        Less time for compute hides less communication, but no plan gets longer by it, because a second of compute hides
+        less than a second.
+        """
+        if not self.solvable:
+            return None
+        # which of them a run of ranks has is rounded to a sample
+        first, others = math.ceil(low) - self._runs, self.samples - math.floor(high) - self._runs
+        counts = len(self._members), len(self._others)
+        if min(first // counts[0], others // max(1, counts[1])) < max(self._prices.fewest):
+            return None
+        weights = [0] * len(self._speeds)
+        for ranks, samples in ((self._members, first), (self._others, others)):
+            for k, r in enumerate(ranks):  # neighbours together have what an even division gives them
+                weights[r] = samples * (k + 1) // len(ranks) - samples * k // len(ranks)
+        width = len(weights)
+        prices = self._prices.on_batch(self._m * (first + others), {width: lowest_terms(tuple(weights))})
+        return FormulatedStage(formulate(prices, width, self._m, self._allowed, likely_tight=True))
+
+    def ms(self, plan: Candidate) -> float:
+        """Milliseconds of a step of a plan; infinite if it does not fit."""
+        return self._prices.of(plan).cost.total_s * MS if self._prices.fits(plan) else INF
 
     def by_weights(self, weights: tuple[int, ...]) -> float:
         """The bound where ranks have samples in proportion to these weights."""
@@ -240,6 +276,104 @@ class _DividedStage:
         return seconds[self._again.astype(int), self._layout, self._component]
 
 
+class Divisions:
+    """All plans of one stage of a width with a number of microbatches, whatever the weights of its ranks, for the queue
+    of :mod:`asa.planner.pipeline.joint`.
+
+    The range of samples with the lowest bound is solved a step further, or halved. ``plan`` is the fastest plan that
+    came up.
+    """
+
+    def __init__(self, stage: _DividedStage) -> None:
+        self._stage, self.level, self.stuck = stage, 0, False
+        self.bound, self.value = stage.compute_alone() * MS, INF
+        self.plan: Candidate | None = None
+        self._number, self._queue = count(), list[tuple[float, int, _Range]]()
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound. Plans from ``best`` ms on do not count."""
+        self.level += 1
+        most = min(best, self.value)
+        if self.level == 1:
+            self._add(self._stage.parts(None))
+        elif self.bound < most:
+            self.stuck = not self._raise(self._queue[0][2], most, ends)
+        self.bound = max(self.bound, self._queue[0][0])
+
+    def _raise(self, some: _Range, best: float, ends: float) -> bool:
+        """Raise the bound of the first range of the queue; returns whether that can be done."""
+        if some.solve(best, ends):
+            heapq.heapreplace(self._queue, (max(self.bound, some.bound), next(self._number), some))
+            if some.plan is not None and some.value < self.value:
+                self.plan, self.value = some.plan, some.value
+        elif not some.narrow:
+            heapq.heappop(self._queue)
+            self._add(self._stage.parts(some))
+        else:
+            return False
+        return True
+
+    def _add(self, parts: Sequence[_Range]) -> None:
+        for part in parts:
+            heapq.heappush(self._queue, (max(self.bound, part.bound), next(self._number), part))
+
+
+class _Range:
+    """Divisions of a stage's batch in which the devices like the first one have from ``low`` to ``high`` samples
+    together. ``bound``: ms that each of them takes at least; ``plan``: the fastest plan that came up."""
+
+    def __init__(self, stage: _DividedStage, low: float, high: float) -> None:
+        self._stage, self.low, self.high = stage, low, high
+        self.bound, self.value = stage.bound((low, high)) * MS, INF
+        self.plan: Candidate | None = None
+        self._formulated: FormulatedStage | None = None
+        self._begun, self._slice_s = False, _FIRST_S
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it is not halved any more."""
+        return self.high - self.low <= max(1.0, _NARROW * self.high)
+
+    def solve(self, best: float, ends: float) -> bool:
+        """Solve the stage a step further, and raise the bound; returns whether anything was done. Plans of ``best`` ms
+        or more do not count."""
+        if self.high - self.low > max(1.0, _WIDE * self.high):
+            return False
+        if not self._begun:
+            self._begun, self._formulated = True, self._stage.relaxed(self.low, self.high)
+            if self._formulated is None:
+                return False
+            if self._formulated.solver is not None:
+                self._formulated.solver.price(best)
+            self._take(best)
+            return True
+        solver = None if self._formulated is None else self._formulated.solver
+        if not self.narrow or self._formulated is None or solver is None or self._formulated.fits or solver.done:
+            return False
+        until, self._slice_s = min(ends, clock.now() + self._slice_s), 4 * self._slice_s
+        if self._formulated.decided:
+            solver.run(best, until)
+        else:
+            self._formulated.decide(best, until)
+        self._take(best)
+        return True
+
+    def _take(self, best: float) -> None:
+        """Take the bound of the solver, and its plan if that is faster than ``best`` ms."""
+        x = self._formulated
+        assert x is not None
+        if x.solver is None:
+            self.bound = INF
+            return
+        for solution in (x.solver.answer(best), x.unlimited):
+            self.bound = max(self.bound, solution.bound)
+            if solution.choice is not None and solution.value < best:
+                plan = x.formulation.candidate(solution.choice)
+                value = self._stage.ms(plan)
+                if value < min(best, self.value):
+                    self.plan, self.value = plan, value
+
+
 def _through(step_s: Any, between_s: Sequence[Any]) -> Any:
     """The least sum through layouts, for each row of ``step_s`` (row x layout x component)."""
     front = step_s[:, :, 0]
@@ -268,9 +402,9 @@ def _longest(grid: Any, seconds: Any, samples: int, shards: Counter[float]) -> A
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         covered = np.zeros(seconds.shape[1])
-        for speed, count in shards.items():
+        for speed, number in shards.items():
             reached = (seconds <= middle * speed).sum(axis=0)
-            covered += count * np.where(reached > 0, beyond[np.maximum(0, reached - 1)], 0)
+            covered += number * np.where(reached > 0, beyond[np.maximum(0, reached - 1)], 0)
         enough = covered >= samples
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return np.where(can, low, INF)

@@ -19,8 +19,9 @@ from asa.planner.budget import ROUNDING
 from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
 from asa.planner.stage import dual, exhaustive, ilp
+from asa.planner.stage.formulated import FormulatedStage
 from asa.planner.stage.labels import alternatives
-from asa.planner.stage.lookup import FormulatedStage, StageLookup
+from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import Choice, Solution
 from asa.planner.stage.runs import RunCharge, Runs
 
