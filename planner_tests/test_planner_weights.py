@@ -251,9 +251,7 @@ def test_unequal_devices_begin_with_the_widths_and_weights_that_compute_soonest(
     """Whole strategies do not lead there: they send the gradients of a classifier that is better split."""
     cluster = listed(*[1.0] * 3, *[0.4] * 5)
     prices = Prices(Space(PROFILES[1], cluster, offered(), Request(gpus=8, global_batch=14)))
-    stages = [
-        s for view, among in views(prices, lambda _: False) for s in singles(StageLookup(view, anything, among), "ilp")
-    ]
+    stages = [s for view, among in views(prices) for s in singles(StageLookup(view, anything, among), "ilp")]
     value = first_plan(stages, None, float("inf"), 14)
     wide = next(s for s in stages if s.width == 8 and s.weights and s.num_microbatches == 1)
     wide.begin(float("inf"))

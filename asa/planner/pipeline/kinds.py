@@ -70,7 +70,7 @@ def _distinct(choices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]
     return tuple(w for w in dict.fromkeys(lowest_terms(w) for w in choices) if w)
 
 
-def views(prices: Prices, solved: Callable[[int], bool]) -> list[tuple[Prices, tuple[int, ...]]]:
+def views(prices: Prices, solved: Callable[[int], bool] = lambda _: False) -> list[tuple[Prices, tuple[int, ...]]]:
     """Prices with one choice of batch weights for each width that has devices of several speeds: first equal shares for
     all widths, then every choice with the widths that it concerns. Widths that are ``solved`` with all choices at once
     have equal shares alone."""

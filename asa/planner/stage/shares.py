@@ -1,10 +1,11 @@
-"""Lower bound on a single stage of unequal devices, however its batch is divided among them.
+"""Plans of a single stage of unequal devices, however its batch is divided among them.
 
-Weights of ranks are whole numbers, and there are too many to search them one by one. This bound holds for all of them.
-The devices of each speed have some number of samples, which add up to the batch, and the slowest device determines the
-time. First each component has the best division of its own. Then ranges of the number of samples on one kind of devices
-are bounded, and halved where the bound is least. Synchronisation that cannot be hidden, the update, traffic of even
-shards between layouts, and a price of memory are added.
+Weights of ranks are whole numbers, and there are too many to search them one by one. Instead the number of samples
+that devices like the first one have together lies in a range. A range has a quick lower bound: compute of the slowest
+device, synchronisation that cannot be hidden, the update, and traffic of even shards between layouts. The range with
+the lowest bound is halved. Where it is narrow, its stage is formulated with the fewest samples that the range leaves to
+devices of each kind, and solved as any stage (decision 0205). The ways that are fastest there, with these weights, are
+a plan.
 """
 
 from __future__ import annotations
@@ -34,21 +35,16 @@ BySamples = Callable[[int, int], tuple[Any, Any, Any]]
 _POINTS = 192
 """Largest number of sample counts that are tried; between two of them the smaller one counts."""
 _HALVINGS = 14
-_NARROW = 1 / 512
-"""Width of a range of samples, as a share of them, that is not halved any more."""
+_WIDE, _NARROW = 1 / 16, 1 / 512
+"""Width of a range of samples, as a share of them, from which on its stage is formulated, and not halved any more."""
 _SOLVED = 16
-"""Samples of a rank from which on divisions are searched as ranges; fewer are searched one by one."""
-_WIDE, _FIRST_S = 1 / 16, 0.1
-"""Width from which on a range is formulated; and seconds of its first search, four times as long each time."""
-_PIVOTS = 4
-"""Number of components, spread over the chain, in whose backward memory is bounded."""
-_PRICES, _FINER = 16, 8
-_LOWEST, _HIGHEST = 1e-3, 1e2
-"""Numbers of prices of memory, and their range in units of a step's time over the capacity; then around the best."""
+"""Samples of a rank from which on stages of ranges are formulated; with fewer, weights are searched one by one."""
+_FIRST_S = 0.1
+"""Seconds of the first search of such a stage; four times as long each time it continues."""
 
 
 class DividedBounds:
-    """Lower bounds in ms on plans of one stage with devices of several speeds; each stage is looked at once."""
+    """Plans of one stage with devices of several speeds, and lower bounds on them in ms; each stage is priced once."""
 
     def __init__(self, prices: Prices, allowed: Allowed) -> None:
         self._prices, self._allowed = prices, allowed
@@ -95,8 +91,8 @@ class _DividedStage:
     the devices like the first one have together.
 
     All components of a stage divide the batch alike. A component takes at least the time of the slower of those devices
-    and the others, and both hold at least the activations of their samples, for which memory has a price. In layouts in
-    which a shard has devices of both, each component takes the least time of any division.
+    and the others. In layouts in which a shard has devices of both, each component takes the least time of any
+    division.
     """
 
     def __init__(self, prices: Prices, allowed: Allowed, width: int, m: int, by_samples: BySamples) -> None:
@@ -117,7 +113,6 @@ class _DividedStage:
         enough = _SOLVED * max(prices.fewest) * width
         self.solvable = pure and len(set(kinds)) == 2 and width <= NARROW and self.samples >= enough
         """Whether devices of both kinds never have a part of the batch in common, and samples are many."""
-        self._room = rooms[0], sum(rooms[r] for r in self._others) / max(1, len(self._others))
         self._least_s = np.full((len(self._some), len(prices.fewest)), INF)
         for k, layout in enumerate(self._some):
             if layout.data <= self.samples:
@@ -173,41 +168,22 @@ class _DividedStage:
         return self.bound((share, share))
 
     def bound(self, between: tuple[float, float]) -> float:
-        """The bound where the first devices have between so many samples together: compute, what is paid once, traffic
-        between layouts, and memory."""
+        """The bound where the first devices have between so many samples together: compute, what is paid once, and
+        traffic between layouts."""
         if self._between_s is None:
             self._collect()
         assert self._between_s is not None
         # which of them a run of ranks has is rounded to a sample
-        rows, other_rows, seconds = self._divided(between[0] - self._runs, between[1] + self._runs)
-        sides = seconds[self._layout, self._component] * self._passes + self._more_s
-        best, prices = 0.0, np.geomspace(_LOWEST, _HIGHEST, _PRICES) * self.compute_alone()
-        kinds = (rows, self._room[0]), (other_rows, self._room[1])
-        for side, (each_rows, room), pivot in product(sides, kinds, self._pivots):
-            # held in the backward of the component ``pivot``: by components in front of it, by itself, and behind it
-            shard = each_rows[self._layout]
-            forward = self._state + self._each * shard
-            moving = self._gradients + self._transient * np.minimum(1.0, shard / self._even)
-            held = np.stack([forward, forward + moving, self._state + self._gradients])
-            where = np.sign(np.arange(len(self._twin)) - pivot) + 1
-            price = np.r_[0.0, prices / max(1.0, room)]
-            for _ in range(2):
-                cost = np.full((len(price), 3, self._least_s.size), INF)
-                each = (side + price[:, None, None] * held)[:, :, self._order]
-                cost[:, :, self._cells] = np.minimum.reduceat(each, self._begin, axis=2)
-                steps = cost.reshape(len(price), 3, *self._least_s.shape)[:, where, :, self._twin]
-                bounds = _through(np.moveaxis(steps, 0, -1), self._between_s) - price * room
-                top = int(bounds.argmax())
-                best = max(best, float(bounds[top]))
-                if not top:
-                    break
-                price = np.geomspace(price[max(1, top - 1)], price[min(len(price) - 1, top + 1)], _FINER)
-        return best
+        seconds = self._divided(between[0] - self._runs, between[1] + self._runs)
+        sides = (seconds[self._layout, self._component] * self._passes + self._more_s)[:, self._order]
+        cost = np.full((2, self._least_s.size), INF)
+        cost[:, self._cells] = np.minimum.reduceat(sides, self._begin, axis=1)
+        return float(_through(cost.reshape(2, *self._least_s.shape)[:, :, self._twin], self._between_s).max())
 
-    def _divided(self, low: float, high: float) -> tuple[Any, Any, Any]:
-        """For each layout: samples that a shard of the first devices has at least on average, and one of the others;
-        and the least seconds of each component."""
-        rows, other_rows, seconds = np.ones(len(self._some)), np.ones(len(self._some)), self._least_s.copy()
+    def _divided(self, low: float, high: float) -> Any:
+        """For each layout the least seconds of each component, where the first devices have at least ``low`` samples
+        and the others what is left of ``high``."""
+        seconds = self._least_s.copy()
         for k, y in enumerate(self._some):
             if y.data > self.samples:
                 continue
@@ -220,12 +196,10 @@ class _DividedStage:
                 return table[np.searchsorted(grid, math.ceil(each - 1e-9), side="right") - 1] / speed
 
             least = longest(max(1.0, low / len(holders)), holders)
-            rows[k] = max(1.0, low * min(holders.values()) / len(self._members))
             if others:
                 least = np.maximum(least, longest(max(1.0, (self.samples - high) / len(others)), others))
-                other_rows[k] = max(1.0, (self.samples - high) * min(others.values()) / len(self._others))
             seconds[k] = np.maximum(seconds[k], self._m * self._pricer.slow * least)
-        return rows, other_rows, seconds
+        return seconds
 
     def _collect(self) -> None:
         """Collect what does not depend on the division of the batch."""
@@ -240,10 +214,6 @@ class _DividedStage:
         self._order = np.argsort(cells, kind="stable")
         self._begin = begins(cells[self._order])
         self._cells = cells[self._order][self._begin]
-        self._even = np.array([pricer.shards.largest(y) for y in some])[self._layout]
-        self._state, self._each = x.least_state, x.activations / self._even
-        self._gradients, self._transient = x.gradients, x.least_transient
-        self._pivots = sorted({n * k // (_PIVOTS - 1) for k in range(_PIVOTS - 1)} | {n - 1})
         self._tables = {t: self._by_samples(t, self.samples) for t in {y.tensor for y in some}}
         # where as much as can be of the last backward, or of the synchronisation, is hidden: sums of either are bounds
         overlap, sync = self._prices.space.cluster.overlap, x.prompt + x.late
