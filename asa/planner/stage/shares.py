@@ -234,9 +234,9 @@ class _DividedStage:
         for k, y in enumerate(self._some):
             if y.data <= self.samples:
                 samples = pricer.shards.largest(y)
-                passes = pricer.times.passes(samples, y.tensor, by_tokens=y.sequence)
-                forward, backward = passes * pricer.slowed(samples, min(self._speeds))
-                seconds[:, k] = forward + backward, 2 * forward + backward
+                passes = pricer.times.passes(samples, y.tensor, by_tokens=y.sequence).sum(axis=0)
+                again = pricer.times.again(samples, y.tensor, by_tokens=y.sequence)
+                seconds[:, k] = np.stack([passes, passes + again]) * pricer.slowed(samples, min(self._speeds))
         return seconds[self._again.astype(int), self._layout, self._component]
 
 

@@ -1,0 +1,196 @@
+"""A second forward leaves out the products whose values no gradient depends on, and changes no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from asa.sharding.layers.recompute import recompute
+from asa.sharding.randomness.samples import SampleContext, SampleDropout
+from asa.tracing import trace
+from asa.tracing.build import TracedModel
+from asa.tracing.facts import flop_counter
+from asa.tracing.unneeded import unneeded
+from planner_tests.nonsense import filled_with_nan
+
+ROWS, WIDTH = 4, 6
+
+
+class _Block(nn.Module):
+    """A block of a language model, before whose residual stream every value is needed."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.last(self.first(x).relu()) * 0.5).flatten(1)
+
+
+class _Function(nn.Module):
+    """The linear layer of GPT-2 as Hugging Face writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return F.dropout(y.view((*x.size()[:-1], 8)), 0.5, self.training)
+
+
+class _InTwoWays(nn.Module):
+    """Its only product is used by an operator that saves it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + y + y.tanh()
+
+
+class _InPlace(_InTwoWays):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        z = y.view(-1, WIDTH)
+        y += self.linear(x)
+        return z.exp()
+
+
+def _frozen() -> nn.Module:
+    block = _Block()
+    block.down.requires_grad_(False)
+    return block
+
+
+TOKENS, IMAGES = (ROWS, 5, WIDTH), (ROWS, 3, 8, 8)
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(WIDTH, 3)), TOKENS, 1),
+    "block": (_Block, TOKENS, 1),
+    "dropout": (lambda: _Block(0.5), TOKENS, 1),
+    "frozen": (_frozen, TOKENS, 1),
+    "blocks": (lambda: nn.Sequential(_Block(), _Block(), nn.Linear(WIDTH, 9)), TOKENS, 3),
+    "norm": (lambda: nn.Sequential(_Block(), nn.LayerNorm(WIDTH)), TOKENS, 0),
+    "convolution": (_Convolutions, IMAGES, 1),
+    "function": (_Function, TOKENS, 1),
+    "used twice": (_InTwoWays, TOKENS, 0),
+    "in place": (_InPlace, TOKENS, 0),
+}
+
+
+def _traced(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[nn.Module, TracedModel, Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randn(shape)
+    return model, trace(model, x, name="case"), x.requires_grad_()
+
+
+def _gradients(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], *, again: bool, autocast: bool = False, hook: bool = False,
+    use: Callable[[Tensor, Tensor], Tensor] = lambda y, _x: y.float().square().sum(),
+) -> tuple[list[Tensor], int]:  # fmt: skip
+    """The gradients of the input and of all parameters, and the FLOPs of everything."""
+    model, traced, x = _traced(make, shape)
+    context = SampleContext(samples=torch.arange(ROWS), total=ROWS)
+    for component in traced.components if again else ():
+        recompute(component, context)
+    for layer in model.modules() if hook else ():
+        if next(layer.children(), None) is None:
+            layer.register_forward_hook(lambda _m, _args, y: torch.testing.assert_close(y, y))
+    torch.manual_seed(5)
+    value: Any = x
+    with flop_counter() as flops:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            for component in traced.components:
+                value = component(value)[0]
+        use(value, x).backward()
+    assert x.grad is not None
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)], flops.get_total_flops()
+
+
+def _penalty(y: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y.sum() + gradient.square().sum()
+
+
+def _equal(once: list[Tensor], twice: list[Tensor]) -> None:
+    assert len(once) == len(twice)
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_a_whole_second_forward(case: str, autocast: bool) -> None:
+    make, shape, _ = CASES[case]
+    once, _ = _gradients(make, shape, again=False, autocast=autocast)
+    with filled_with_nan():
+        twice, _ = _gradients(make, shape, again=True, autocast=autocast)
+    _equal(once, twice)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_nobody_needs_is_left_out(case: str) -> None:
+    make, shape, expected = CASES[case]
+    _, traced, _ = _traced(make, shape)
+    assert sum(len(unneeded(c.train_graph)) for c in traced.components) == expected
+    (_, plain), (_, shortened) = (_gradients(make, shape, again=again) for again in (False, True))
+    spared = sum(c.spared_flops_per_sample for c in traced.facts)
+    assert shortened - plain == ROWS * (sum(c.flops_per_sample for c in traced.facts) - spared)
+    assert (spared > 0) == (expected > 0)
+
+
+@pytest.mark.parametrize("case", ["function", "convolution"])
+def test_gradients_can_be_differentiated_again(case: str) -> None:
+    make, shape, _ = CASES[case]
+    once, _ = _gradients(make, shape, again=False, use=_penalty)
+    with filled_with_nan():
+        twice, _ = _gradients(make, shape, again=True, use=_penalty)
+    _equal(once, twice)
+
+
+def test_hooks_see_values_in_both_forwards() -> None:
+    _, traced, _ = _traced(_Block, TOKENS)
+    with filled_with_nan():
+        _, flops = _gradients(_Block, TOKENS, again=True, hook=True)
+    assert flops == _gradients(_Block, TOKENS, again=False)[1] + ROWS * traced.facts[0].flops_per_sample
+
+
+NUMBER = torch.tensor(2.0)
+PASSING: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda x: x + NUMBER, "sub": lambda x: 1 - x, "neg": lambda x: -x, "item": lambda x: x[:, 1],
+    "cat": lambda x: torch.cat([x, x]), "stack": lambda x: torch.stack([x, x]), "flatten": torch.flatten,
+    "transpose": lambda x: x.transpose(0, 1), "permute": lambda x: x.permute(1, 0),
+    "expand": lambda x: x.expand(2, 4, 6), "squeeze": lambda x: x.unsqueeze(0).squeeze(),
+    "dropout": lambda x: F.dropout(x, 0.5), "to": lambda x: x.double(), "contiguous": lambda x: x.t().contiguous(),
+    "mul": lambda x: x * 3, "div": lambda x: x / 3,
+    "alike": lambda x: SampleDropout(0.5, site="a", context=SampleContext(samples=torch.arange(4), total=4))(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_operators_that_are_passed_save_nothing_of_their_input(name: str) -> None:
+    saved: list[Tensor] = []
+    x = (torch.arange(24.0).view(4, 6) + 100).requires_grad_() + 0
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        PASSING[name](x)
+    assert all(t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for t in saved)
