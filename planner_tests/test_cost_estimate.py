@@ -41,7 +41,7 @@ def test_attention_computes_its_scores_again_in_backward(degree):
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_second_forward_leaves_out_products(degree):
     parts = tuple(
-        replace(c, spared_flops_per_sample=0.25 * c.flops_per_sample) if c is PART else c for c in GRAPH.components
+        replace(c, spared_flops_per_sample=c.flops_per_sample / 4) if c is PART else c for c in GRAPH.components
     )
     found = estimate(
         replace(GRAPH, components=parts), CLUSTER.device, model_spec="vgg16", model_fingerprint="0" * 16,
@@ -52,7 +52,6 @@ def test_a_second_forward_leaves_out_products(degree):
     per_flop = 1 / (constant("estimate_flops_efficiency") * peak)
     per_flop += 1 / (constant("estimate_flops_per_byte") * bandwidth)
     assert spared[PART.name, 4096, degree] == pytest.approx(4096 * PART.flops_per_sample / 4 / degree * per_flop)
-    assert spared[PART.name, 1, degree] == 0  # its host needs as long to launch it
 
 
 def test_attention_is_at_most_all_that_a_component_computes():
