@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import nouns
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from asa.ir.profile import Ceilings
+from asa.profiler.measure import _with_spared
 from asa.sharding.layers.recompute import recompute
 from asa.sharding.randomness.samples import SampleContext, SampleDropout
 from asa.tracing import trace
 from asa.tracing.build import TracedModel
 from asa.tracing.facts import flop_counter
 from asa.tracing.unneeded import unneeded
-from planner_tests.nonsense import filled_with_nan
 
 ROWS, WIDTH = 4, 6
+
+
+@contextmanager
+def filled_with_nan() -> Iterator[None]:
+    """Context in which torch fills new uninitialized memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.ones(1).new_empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class _Block(nn.Module):
@@ -194,3 +209,18 @@ def test_operators_that_are_passed_save_nothing_of_their_input(name: str) -> Non
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         PASSING[name](x)
     assert all(t.untyped_storage().data_ptr() != x.untyped_storage().data_ptr() for t in saved)
+
+
+def test_a_profile_takes_the_least_time_of_what_is_left_out() -> None:
+    profile = nouns.profile()
+    parts = tuple(replace(c, spared_flops_per_sample=c.flops_per_sample / 2) for c in profile.graph.components)
+    graph = replace(profile.graph, components=parts)
+    assert _with_spared(profile.timings, graph, None) == profile.timings
+    slowly, quickly = (
+        _with_spared(profile.timings, graph, Ceilings(flops_per_s=rate, bytes_per_s=1.0)) for rate in (1.0, 1e15)
+    )
+    for slow, fast in zip(slowly, quickly, strict=True):
+        assert slow.spared_s == slow.forward.median
+        assert (
+            fast.spared_s == fast.microbatch * graph.component(fast.component).spared_flops(fast.tensor_degree) / 1e15
+        )
