@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from asa.ir.profile import Ceilings
 from asa.profiler.measure import _with_spared
-from asa.sharding.layers.recompute import recompute
+from asa.sharding.collectives.axis import Axis
+from asa.sharding.layers.recompute import OF_SHARDS, recompute
+from asa.sharding.layers.tensor import plan_split, sequence_plans, split
 from asa.sharding.randomness.samples import SampleContext, SampleDropout
 from asa.tracing import trace
 from asa.tracing.build import TracedModel
@@ -49,6 +51,15 @@ class _Block(nn.Module):
         y = self.norm1(x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class _Feedforward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class _Convolutions(nn.Module):
@@ -172,6 +183,19 @@ def test_only_what_nobody_needs_is_left_out(case: str) -> None:
     spared = sum(c.spared_flops_per_sample for c in traced.facts)
     assert shortened - plain == ROWS * (sum(c.flops_per_sample for c in traced.facts) - spared)
     assert (spared > 0) == (expected > 0)
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["tensor", "sequence"])
+def test_shards_leave_out_their_parts(tokens: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(_Feedforward() for _ in range(3)), nn.Linear(WIDTH, 8))
+    traced = trace(model, torch.zeros(TOKENS), name="shards")
+    found = 0
+    for component in traced.components:
+        if (sequence_plans if tokens else plan_split)(component):
+            found += len(unneeded(component.train_graph))
+            split(component, Axis(size=2, index=0), tokens=tokens)
+            assert len(unneeded(component.train_graph, *OF_SHARDS)) == 1, component.name
+    assert found >= 3
 
 
 @pytest.mark.parametrize("case", ["function", "convolution"])

@@ -89,20 +89,20 @@ def _layer(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return None if hooked(layer) else layer
 
 
-def _is_product(module: fx.GraphModule, node: fx.Node, more: tuple[type, ...]) -> bool:
+def _is_product(module: fx.GraphModule, node: fx.Node, products: tuple[type, ...]) -> bool:
     layer = _layer(module, node)
     if layer is not None:
-        return type(layer) in _LAYERS or type(layer) in more
+        return type(layer) in (*_LAYERS, *products)
     return (node.target in _FUNCTIONS and "out" not in node.kwargs) or (node.op, node.target) in _CALLED
 
 
 _CALLED = frozenset(("call_method", name) for name in _METHODS)
 
 
-def _passes(module: fx.GraphModule, node: fx.Node) -> bool:
+def _passes(module: fx.GraphModule, node: fx.Node, passing: tuple[type, ...]) -> bool:
     layer = _layer(module, node)
     if layer is not None:  # what replaces a dropout has its class
-        return layer.__class__ in _PASSING_LAYERS and not getattr(layer, "inplace", False)
+        return layer.__class__ in (*_PASSING_LAYERS, *passing) and not getattr(layer, "inplace", False)
     if node.op not in ("call_function", "call_method") or "out" in node.kwargs or node.kwargs.get("inplace"):
         return False
     if node.target in _SCALING:
@@ -110,20 +110,25 @@ def _passes(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.target in _PASSING and not (node.target is F.dropout and len(node.args) > 3)
 
 
-def unneeded(module: fx.GraphModule, more: tuple[type, ...] = ()) -> list[fx.Node]:
+def unneeded(
+    module: fx.GraphModule, products: tuple[type, ...] = (), passing: tuple[type, ...] = ()
+) -> list[fx.Node]:  # fmt: skip
     """The products in the graph of ``module`` whose values reach nothing but its output, and that only through
-    operators that save no value of them. ``more``: classes of layers that compute one product."""
+    operators that save no value of them. More classes of layers: ``products`` compute one product; ``passing`` save no
+    value of their input."""
     only_returned: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
         reading = [user for user in node.users if not about_shape(user)]
-        if reading and all(u.op == "output" or (u in only_returned and _passes(module, u)) for u in reading):
+        if reading and all(u.op == "output" or (u in only_returned and _passes(module, u, passing)) for u in reading):
             only_returned.add(node)
-    return [n for n in module.graph.nodes if n in only_returned and _is_product(module, n, more)]
+    return [n for n in module.graph.nodes if n in only_returned and _is_product(module, n, products)]
 
 
-def left_out(module: fx.GraphModule, more: tuple[type, ...] = ()) -> fx.Graph | None:
+def left_out(
+    module: fx.GraphModule, products: tuple[type, ...] = (), passing: tuple[type, ...] = ()
+) -> fx.Graph | None:  # fmt: skip
     """A copy of the graph of ``module`` in which the :func:`unneeded` products are left out; None if there is none."""
-    names = {node.name for node in unneeded(module, more)}
+    names = {node.name for node in unneeded(module, products, passing)}
     if not names:
         return None
     graph = copy.deepcopy(module.graph)

@@ -25,12 +25,15 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.modules.batchnorm import _NormBase
 
 from asa.sharding.layers.batchnorm import SynchronisedBatchNorm
-from asa.sharding.layers.modules import RowParallel
+from asa.sharding.layers.modules import Gather, RowParallel, ScatterTokens
 from asa.sharding.randomness.samples import SampleContext
 from asa.tracing.component import TracedComponent
 from asa.tracing.program import opened
 from asa.tracing.tracer import hooked
 from asa.tracing.unneeded import left_out
+
+OF_SHARDS: tuple[tuple[type, ...], tuple[type, ...]] = ((RowParallel,), (Gather, ScatterTokens))
+"""Layers of tensor-parallel components that compute one product, and those of which autograd saves no value."""
 
 _Registry = dict[str, Tensor | None]
 _Buffers = list[tuple[_Registry, str, Tensor]]
@@ -198,7 +201,7 @@ class _Recomputed:
     def _shortened(self) -> fx.GraphModule | None:
         """The component's graph without products that a second forward does not need; None if it needs all."""
         module = self._component.train_graph
-        graph = left_out(module, (RowParallel,)) if isinstance(module, fx.GraphModule) else None
+        graph = left_out(module, *OF_SHARDS) if isinstance(module, fx.GraphModule) else None
         return None if graph is None else self._component.over(graph)
 
     @contextmanager
