@@ -2,7 +2,7 @@
 
 A second forward serves to get the tensors that backward reads. In a transformer block the last product is followed by
 dropout and an addition, which save nothing of it, so its value is needed nowhere. Such a product is *left out*:
-autograd records it as usual, so its gradients are the usual ones, but its result is memory that nothing was written to.
+autograd records it as usual, so its gradients are the usual ones, but its result is zero.
 ``torch.utils.checkpoint`` stops early to the same end; here everything else runs, so random numbers, collectives and
 hooks are those of a whole forward (decision 0204).
 """
@@ -51,17 +51,17 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 
 
 class _LeftOut(TorchDispatchMode):
-    """Context in which products return uninitialized memory of the right shape. Autograd is above it, and records what
-    it does without it."""
+    """Context in which products return zeros of the right shape. Autograd is above it, and records what it does without
+    it. Uninitialized memory would do, but numbers close to 0 in it make a processor slow."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MATRICES:
             left, right = args[-2:]
-            return left.new_empty((*left.shape[:-1], right.shape[-1]))
+            return left.new_empty((*left.shape[:-1], right.shape[-1])).zero_()
         if func is _CONVOLUTION:
             with _disable_current_modes():
                 like = func(*pytree.tree_map_only(Tensor, lambda t: t.to("meta"), args))
-            return args[0].new_empty_strided(like.shape, like.stride())
+            return args[0].new_empty_strided(like.shape, like.stride()).zero_()
         return func(*args, **(kwargs or {}))
 
 
