@@ -250,7 +250,7 @@ def _through(step_s: Any, between_s: Sequence[Any]) -> Any:
 
 def _by_samples(prices: Prices, tensor: int, samples: int) -> tuple[Any, Any, Any]:
     """Numbers of samples of a shard; for each, seconds of the components with as many samples or more; and the least
-    share of forward in them."""
+    share of a second forward in them."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
     prices.prepare_on(grid.tolist(), tensor)
     seconds = np.stack([prices.compute_on(int(n), tensor) for n in grid])
