@@ -104,6 +104,14 @@ class _InPlace(_InTwoWays):
         return z.exp()
 
 
+def _adapted() -> nn.Module:
+    """A layer with a low-rank update in place of its forward: two products are inputs of others."""
+    block, left, right = _Block(), torch.randn(WIDTH, 2), torch.randn(2, 4 * WIDTH)
+    usual = block.down.forward
+    block.down.forward = lambda x: usual(x) + F.linear(F.linear(x, right * block.down.weight.mean()), left)  # type: ignore[method-assign]
+    return block
+
+
 def _frozen() -> nn.Module:
     block = _Block()
     block.down.requires_grad_(False)
@@ -116,6 +124,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "block": (_Block, TOKENS, 1),
     "dropout": (lambda: _Block(0.5), TOKENS, 1),
     "frozen": (_frozen, TOKENS, 1),
+    "adapted": (_adapted, TOKENS, 0),
     "blocks": (lambda: nn.Sequential(_Block(), _Block(), nn.Linear(WIDTH, 9)), TOKENS, 3),
     "norm": (lambda: nn.Sequential(_Block(), nn.LayerNorm(WIDTH)), TOKENS, 0),
     "convolution": (_Convolutions, IMAGES, 1),

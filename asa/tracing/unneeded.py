@@ -55,6 +55,8 @@ class _LeftOut(TorchDispatchMode):
     it. Uninitialized memory would do, but numbers close to 0 in it make a processor slow."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:  # what a tensor of another class computes is its own affair
+            return func(*args, **(kwargs or {}))
         if func in _MATRICES:
             left, right = args[-2:]
             return left.new_empty((*left.shape[:-1], right.shape[-1])).zero_()
@@ -82,11 +84,12 @@ def _function_left_out(target: Any) -> Callable[..., Any]:
 
 
 def _layer(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    """The module that ``node`` calls; None if there is none, or if it has hooks, which may look at what it returns."""
+    """The module that ``node`` calls; None if there is none, if it has a ``forward`` of its own, or hooks, which may
+    look at what it returns."""
     if node.op != "call_module":
         return None
     layer = module.get_submodule(str(node.target))
-    return None if hooked(layer) else layer
+    return None if hooked(layer) or "forward" in vars(layer) else layer
 
 
 def _is_product(module: fx.GraphModule, node: fx.Node, products: tuple[type, ...]) -> bool:
