@@ -28,13 +28,14 @@ ROWS, WIDTH = 4, 6
 
 
 class NotANumber(TorchDispatchMode):
-    """Context in which memory that is set to zero is filled with NaN instead."""
+    """Context in which new zeros are NaN instead."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.zero_.default:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_zeros.default:
             self.used = True
-            return args[0].fill_(torch.nan)
-        return func(*args, **(kwargs or {}))
+            result.fill_(torch.nan)
+        return result
 
     used = False
 

@@ -59,11 +59,11 @@ class _LeftOut(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func in _MATRICES:
             left, right = args[-2:]
-            return left.new_empty((*left.shape[:-1], right.shape[-1])).zero_()
+            return left.new_zeros((*left.shape[:-1], right.shape[-1]))
         if func is _CONVOLUTION:
             with _disable_current_modes():
                 like = func(*pytree.tree_map_only(Tensor, lambda t: t.to("meta"), args))
-            return args[0].new_empty_strided(like.shape, like.stride()).zero_()
+            return args[0].new_zeros(like.numel()).as_strided(like.shape, like.stride())
         return func(*args, **(kwargs or {}))
 
 
