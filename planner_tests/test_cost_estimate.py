@@ -38,6 +38,22 @@ def test_attention_computes_its_scores_again_in_backward(degree):
     assert fused.backward.median - plain.backward.median == pytest.approx(2.5 * slower - 2 * seconds)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_second_forward_leaves_out_products(degree):
+    parts = tuple(
+        replace(c, spared_flops_per_sample=c.flops_per_sample / 4) if c is PART else c for c in GRAPH.components
+    )
+    found = estimate(
+        replace(GRAPH, components=parts), CLUSTER.device, model_spec="vgg16", model_fingerprint="0" * 16,
+        precision="bf16", global_batch=4096,
+    )  # fmt: skip
+    spared = {(t.component, t.microbatch, t.tensor_degree): t.spared_s for t in found.timings}
+    peak, bandwidth = CLUSTER.device.peak_bf16_flops, CLUSTER.device.memory_bandwidth
+    per_flop = 1 / (constant("estimate_flops_efficiency") * peak)
+    per_flop += 1 / (constant("estimate_flops_per_byte") * bandwidth)
+    assert spared[PART.name, 4096, degree] == pytest.approx(4096 * PART.flops_per_sample / 4 / degree * per_flop)
+
+
 def test_attention_is_at_most_all_that_a_component_computes():
     assert timing(2 * PART.flops_per_sample) == timing(PART.flops_per_sample)
 

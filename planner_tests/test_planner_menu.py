@@ -32,7 +32,9 @@ WAITING = (Waiting(ranks=4, points=((1e-5, 1.5), (1e-3, 1.2), (1.0, 1.0))),)
 
 
 def vit() -> Profile:
-    return known_models.profile(known_models.transformer(3, 256), 300.0, 16)
+    profile = known_models.profile(known_models.transformer(3, 256), 300.0, 16)
+    timings = (replace(t, spared_s=0.3 * t.forward.median) for t in profile.timings)
+    return replace(profile, timings=tuple(timings))
 
 
 def noisy() -> Cluster:
@@ -101,6 +103,19 @@ def test_at_once_and_one_by_one(name: str) -> None:
                 )
                 seen += 1
     assert seen > 50
+
+
+def test_a_second_forward_takes_less_by_what_it_leaves_out() -> None:
+    space = spaces()["slow links"]
+    pricer = Prices(space).pricer(4, 1)
+    for i, component in enumerate(space.profile.graph.components):
+        costs = {w: pricer.cost(i, w) for w in space.ways(i, 4, 1)}
+        for way, cost in costs.items():
+            if way.checkpoint:
+                work, slow = pricer.longest(component, way.layout)
+                plain = costs[replace(way, checkpoint=False)]
+                assert work.spared_s == pytest.approx(0.3 * work.forward_s)
+                assert cost.backward_s - plain.backward_s == pytest.approx(slow * (work.forward_s - work.spared_s))
 
 
 @pytest.mark.parametrize("name", list(spaces()))

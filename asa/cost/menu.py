@@ -133,18 +133,19 @@ class Menu:
             return PricedWays(*[np.zeros(0)] * len(fields(PricedWays)))
         i, k = self.component[which], self.layout[which]
         cells, checkpoint = self._in_cells(pricer, which), self.checkpoint[which]
-        saved, transient = (np.where(checkpoint, cells[b][k, i], cells[a][k, i]) for a, b in ((8, 10), (9, 11)))
+        saved, transient = (np.where(checkpoint, cells[b][k, i], cells[a][k, i]) for a, b in ((9, 11), (10, 12)))
         buffers, gathers = self._transient(pricer, which, saved), self._gathers
         x = Figures(
             upkeep=_selected(self._costs, which), gathers=None if gathers is None else _selected(gathers, which),
-            forward=cells[0][k, i], backward=cells[1][k, i], ahead=0.0, behind=0.0, update=self._update[which],
-            floor=self._times.launches[i], inner_s=[c[k, i] for c in cells[2:4]], count=[c[k, i] for c in cells[4:8]],
-            saved=saved, transient=transient, buffers=buffers, checkpoint=checkpoint, offload=self.offload[which],
+            forward=cells[0][k, i], backward=cells[1][k, i], again=cells[2][k, i], ahead=0.0, behind=0.0,
+            update=self._update[which], floor=self._times.launches[i], inner_s=[c[k, i] for c in cells[3:5]],
+            count=[c[k, i] for c in cells[5:9]], saved=saved, transient=transient, buffers=buffers,
+            checkpoint=checkpoint, offload=self.offload[which],
             split=np.array([x.tensor > 1 for x in self.layouts])[k],
             single_rank=np.array([x.data == 1 for x in self.layouts])[k],
         )  # fmt: skip
         if x.gathers is not None:
-            x.ahead, x.behind = self._neighbour_seconds(pricer, which, cells[:2], x.gathers)
+            x.ahead, x.behind = self._neighbour_seconds(pricer, which, cells[:3], x.gathers)
         c = pricer.price(x)
         footprint, own = c.footprint, transient * margin()
         least = own + (buffers if pricer.states.prefetching else self._transient(pricer, which, saved, isolated=True))
@@ -180,7 +181,7 @@ class Menu:
         i, k, last = self.component[which], self.layout[which], len(self._graph) - 1
         front, back = np.maximum(0, i - 1), np.minimum(last, i + 1)
         ahead = passes[0][k, front]
-        behind = passes[1][k, back] + self.checkpoint[which] * passes[0][k, back]
+        behind = passes[1][k, back] + self.checkpoint[which] * passes[2][k, back]
         alone = np.array([self._is_priced_alone(pricer, x) for x in self.layouts])[k]
         for at in np.flatnonzero(alone * (gathers.forward + gathers.once + gathers.backward)).tolist():
             way = self.ways[int(which[at])]
@@ -210,11 +211,11 @@ class Menu:
         return transient
 
     def _in_cells(self, pricer: Pricer, which: Any) -> Any:
-        """Figures of each component in each layout that do not depend on the data strategy: shape (12, layout,
-        component). Rows 0-7 are those of :meth:`asa.cost.pricing.Pricer.cell`; rows 8 and 9 are bytes saved and
-        transient without a checkpoint, rows 10 and 11 with one."""
+        """Figures of each component in each layout that do not depend on the data strategy: shape (13, layout,
+        component). Rows 0-8 are those of :meth:`asa.cost.pricing.Pricer.cell`; rows 9 and 10 are bytes saved and
+        transient without a checkpoint, rows 11 and 12 with one."""
         n = len(self._graph)
-        figures = np.zeros((12, len(self.layouts), n))
+        figures = np.zeros((13, len(self.layouts), n))
         used = np.zeros((len(self.layouts), n), dtype=bool)
         used[self.layout[which], self.component[which]] = True
         outputs = np.array([c.output_bytes_per_sample for c in self._graph.components])
@@ -227,17 +228,18 @@ class Menu:
                 if (twin := first.setdefault(self._states.timed[i], i)) != i:
                     figures[:, k, i] = figures[:, k, twin]
                     continue
-                figures[:8, k, i] = pricer.cell(i, self._cells[self.twin[i], k])
+                figures[:9, k, i] = pricer.cell(i, self._cells[self.twin[i], k])
                 if one_by_one:
                     component = self._graph.components[i]
-                    for at, checkpoint in ((8, False), (10, True)):
+                    for at, checkpoint in ((9, False), (11, True)):
                         figures[at : at + 2, k, i] = pricer.keeping.component(component, layout, checkpoint=checkpoint)
             if not one_by_one:
                 samples = pricer.local(layout)
-                figures[:2, k] = self._times.passes(samples, layout.tensor) * pricer.slowed(samples)
+                seconds = (*self._times.passes(samples, layout.tensor), self._times.again(samples, layout.tensor))
+                figures[:3, k] = np.stack(seconds) * pricer.slowed(samples)
                 saved, transient = self._times.sizes(samples, layout.tensor)
                 checkpointed = np.minimum(saved, samples * outputs)
-                figures[8:, k] = saved, transient, checkpointed, transient + saved - checkpointed
+                figures[9:, k] = saved, transient, checkpointed, transient + saved - checkpointed
         return figures
 
 

@@ -169,15 +169,18 @@ class Pricer:
         """The input of :meth:`price` for component ``index``, run as ``way`` says. ``alike``: the range of components
         around it that run the same way; all components if None."""
         component, layout, state = self.graph.components[index], way.layout, self.states.state_cost(index, way)
-        (forward, backward, *inner_s, a, b, c, d), gathers = self.cell(index, way), self.states.gathers(index, way)
+        (forward, backward, again, *inner_s, a, b, c, d), gathers = (
+            self.cell(index, way),
+            self.states.gathers(index, way),
+        )
         ahead, behind = (0.0, 0.0) if gathers is None else self.neighbour_seconds(index, way, gathers)
         saved, transient = self.keeping.component(component, layout, checkpoint=way.checkpoint)
         neighbours = self.around.of(index, way.tensor, saved, alike)
         work, slow = self.longest(component, layout)
         return Figures(
-            upkeep=state.costs, gathers=gathers, forward=forward, backward=backward, ahead=ahead, behind=behind,
-            update=self.states.update(index, way.tensor), floor=float(self.times.launches[index]), inner_s=inner_s,
-            count=(a, b, c, d), saved=saved, transient=transient,
+            upkeep=state.costs, gathers=gathers, forward=forward, backward=backward, again=again, ahead=ahead,
+            behind=behind, update=self.states.update(index, way.tensor), floor=float(self.times.launches[index]),
+            inner_s=inner_s, count=(a, b, c, d), saved=saved, transient=transient,
             buffers=state.page.transient(state.share, layout.data, neighbours), checkpoint=way.checkpoint,
             offload=way.offload, split=layout.tensor > 1, single_rank=layout.data == 1,
             release=self.states.released[index], error=slow * work.error_s, link_error=self.edges.link_error(layout),
@@ -194,7 +197,7 @@ class Pricer:
         minimum = np.minimum if isinstance(x.forward, np.ndarray) else min
         k, m, slowest, collective_s = x.upkeep, self.num_microbatches, self.shards.slowest, self.states.collective_s
         added = adding(x.update * self.slow_memory / slowest, self.optimizer, m)
-        backward = x.backward + x.checkpoint * x.forward + added
+        backward = x.backward + x.checkpoint * x.again + added
         inner_forward, inner_backward = x.inner_s[0], x.inner_s[1] + x.checkpoint * x.inner_s[0]
         ahead, blocking_backward = self._blocking_s(x, 0), self._blocking_s(x, 1) + x.checkpoint * x.inner_s[0]
         saved, host, sync = _NOTHING_HIDDEN, _NOTHING_AWAITED, k.prompt + k.late
@@ -274,7 +277,7 @@ class Pricer:
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
         """Compute seconds of forward and of backward of component ``index``, for one microbatch."""
         work, slow = self.longest(self.graph.components[index], way.layout)
-        recomputed = work.forward_s if way.checkpoint else 0.0
+        recomputed = work.again_s if way.checkpoint else 0.0
         return work.forward_s * slow, (work.backward_s + recomputed) * slow
 
     def joint(self, way: Way) -> bool:
@@ -303,16 +306,17 @@ class Pricer:
         return replace(footprint, transient=peak)
 
     def cell(self, index: int, way: Way) -> tuple[float, ...]:
-        """Eight figures of component ``index`` that do not depend on its data strategy: seconds of compute in forward
-        and in backward, seconds of the collectives inside each, and the number of collectives in each of
-        :data:`asa.cost.way.PHASES`."""
+        """Nine figures of component ``index`` that do not depend on its data strategy: seconds of compute in forward,
+        in backward and in a second forward, seconds of the collectives inside the first two, and the number of
+        collectives in each of :data:`asa.cost.way.PHASES`."""
         key = (self.states.timed[index], way.layout, way.tensor)
         if key not in self._cells:
             inner = self.inner(index, way)
             collective_s = (sum(self._links.seconds(c) for c in inner if c.phase == phase) for phase in PHASES[:2])
             counts = (launched(inner, phase) for phase in PHASES)
             work, slow = self.longest(self.graph.components[index], way.layout)
-            self._cells[key] = (work.forward_s * slow, work.backward_s * slow, *collective_s, *counts)
+            passes = (work.forward_s * slow, work.backward_s * slow, work.again_s * slow)
+            self._cells[key] = (*passes, *collective_s, *counts)
         return self._cells[key]
 
     def inner(self, index: int, way: Way) -> tuple[Collective, ...]:

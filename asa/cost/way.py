@@ -72,19 +72,21 @@ class Figures:
     """The input of :meth:`asa.cost.pricing.Pricer.price`: numbers for one way to run a component, or arrays with an
     entry for each way. Seconds and bytes are those of one microbatch.
 
-    Seconds: compute ``forward`` and ``backward``; compute of neighbours that can hide gathers (``ahead``: forward of
-    the component in front, ``behind``: backward of the one behind); ``update``: an optimizer step on all parameters of
-    a tensor rank; ``floor``: launch of a forward by the host; ``inner_s``: collectives inside the component, in forward
-    and in backward. ``count``: the number of these in each of :data:`PHASES`. Bytes: ``saved`` for backward,
-    ``transient`` in it, and in ``buffers`` of strategy and neighbours. Booleans: ``checkpoint``, ``offload``, ``split``
-    (tensor degree > 1), ``single_rank`` (data degree 1). Only for a single way: ``release`` of
-    :class:`asa.cost.step.ComponentCost`, the standard errors ``error`` (compute, seconds) and ``link_error`` (share).
+    Seconds: compute ``forward``, ``backward`` and ``again``, a second forward; compute of neighbours that can hide
+    gathers (``ahead``: forward of the component in front, ``behind``: backward of the one behind); ``update``: an
+    optimizer step on all parameters of a tensor rank; ``floor``: launch of a forward by the host; ``inner_s``:
+    collectives inside the component, in forward and in backward. ``count``: the number of these in each of
+    :data:`PHASES`. Bytes: ``saved`` for backward, ``transient`` in it, and in ``buffers`` of strategy and neighbours.
+    Booleans: ``checkpoint``, ``offload``, ``split`` (tensor degree > 1), ``single_rank`` (data degree 1). Only for a
+    single way: ``release`` of :class:`asa.cost.step.ComponentCost`, the standard errors ``error`` (compute, seconds)
+    and ``link_error`` (share).
     """
 
     upkeep: Upkeep
     gathers: Gathers | None
     forward: Any
     backward: Any
+    again: Any
     ahead: Any
     behind: Any
     update: Any

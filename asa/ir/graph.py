@@ -153,6 +153,8 @@ class Component:
         parameter_bytes, buffer_bytes: bytes of the stored (master) tensors.
         flops_per_sample: FLOPs of forward; a multiply-add is 2.
         attention_flops_per_sample: those of them in fused attention; 0 in older files.
+        spared_flops_per_sample: those of them that a second forward leaves out, because no gradient depends on them; 0
+            in older files.
         saved_bytes_per_sample: bytes that autograd saves from forward to backward, without parameters; with the output,
             if that is saved.
         tied: whether it shares a parameter with other components. Such components are in one stage and one layout, and
@@ -174,6 +176,12 @@ class Component:
     why_whole: str = ""
     tied: bool | None = later()
     attention_flops_per_sample: float = later(0.0)
+    spared_flops_per_sample: float = later(0.0)
+
+    def spared_flops(self, degree: int) -> float:
+        """FLOPs of a sample that a second forward leaves out on a rank of tensor degree ``degree``."""
+        split = self.split.flops_per_sample if self.split is not None else 0.0
+        return self.spared_flops_per_sample - (1 - 1 / degree) * min(self.spared_flops_per_sample, split)
 
 
 DEPENDS = "what training computes depends on the plan"
@@ -220,6 +228,7 @@ class LayerGraph:
                 "buffer_bytes",
                 "flops_per_sample",
                 "attention_flops_per_sample",
+                "spared_flops_per_sample",
                 "output_bytes_per_sample",
                 "saved_bytes_per_sample",
             ):

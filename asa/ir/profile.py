@@ -56,6 +56,7 @@ class Timing:
             and the component's input.
         unmade_bytes: reduction of ``transient_bytes`` if all gradients of the component are counted from the start of
             backward, although backward allocates them one by one.
+        spared_s: seconds of ``forward`` that a second forward leaves out at least; 0 in older files.
     """
 
     component: str
@@ -66,6 +67,7 @@ class Timing:
     saved_bytes: int
     transient_bytes: int
     unmade_bytes: int = later(0)
+    spared_s: float = later(0.0)
 
 
 @noun
@@ -314,6 +316,8 @@ def _check_timings(timings: tuple[Timing, ...], names: set[str], field: str) -> 
             raise InvalidInputError(
                 "a timing needs microbatch and tensor_degree >= 1 and bytes >= 0", where=f"$.{field}[{i}]"
             )
+        if not 0 <= t.spared_s <= MOST_SECONDS:
+            raise InvalidInputError(f"{t.spared_s} s are not 0 to {MOST_SECONDS:g}", where=f"$.{field}[{i}].spared_s")
         if not 0 <= t.unmade_bytes <= t.transient_bytes:
             raise InvalidInputError(
                 f"{t.unmade_bytes} bytes are not 0 to transient_bytes, {t.transient_bytes}",

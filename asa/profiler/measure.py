@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from asa.instruments.nvml import card_of, watching
 from asa.ir import codec
 from asa.ir.execution import Compiled, MemoryFormat
 from asa.ir.graph import LayerGraph
-from asa.ir.profile import Precision, Profile, Provenance
+from asa.ir.profile import Ceilings, Precision, Profile, Provenance, Timing
 from asa.ir.units import binary
 from asa.launch import give_back_freed_memory, keep_freed_memory
 from asa.profiler.ceilings import measure_ceilings
@@ -194,7 +194,7 @@ def profile_module(
         device=device_record(device),
         precision=precision,
         global_batch=global_batch,
-        timings=tuple(sweep.timings),
+        timings=_with_spared(sweep.timings, graph, ceilings if compiled == "none" else None),
         updates=tuple(
             replace(u, component=name, step=scaled(u.step, factor))
             for u in updates
@@ -203,7 +203,7 @@ def profile_module(
         dispatch_floor_s=factor * floor,
         whole=tuple(sweep.whole),
         skipped=tuple(sweep.skipped),
-        by_tokens=tuple(sweep.by_tokens) or None,
+        by_tokens=_with_spared(sweep.by_tokens, graph, ceilings if compiled == "none" else None) or None,
         provenance=Provenance(
             origin="measured",
             created=codec.now(),
@@ -219,6 +219,20 @@ def profile_module(
         compile_s=compile_s,
         ceilings=ceilings,
     )
+
+
+def _with_spared(timings: Iterable[Timing], graph: LayerGraph, ceilings: Ceilings | None) -> tuple[Timing, ...]:
+    """The ``timings`` with the seconds that a second forward leaves out: those of its products at the device's peak
+    rate, which are the least. Without ``ceilings`` they are unknown."""
+    if ceilings is None:
+        return tuple(timings)
+    components = {c.name: c for c in graph.components}
+
+    def spared(t: Timing) -> float:
+        flops = t.microbatch * components[t.component].spared_flops(t.tensor_degree)
+        return min(t.forward.median, flops / ceilings.flops_per_s)
+
+    return tuple(replace(t, spared_s=spared(t)) for t in timings)
 
 
 @contextmanager

@@ -179,19 +179,19 @@ class TracedComponent(nn.Module):
             setattr(home, leaf, value)
 
     def _bind(self, train: fx.Graph, evaluate: fx.Graph) -> None:
-        # Not registered as submodules: they share this module's registries instead.
-        def over(graph: fx.Graph) -> fx.GraphModule:
-            module = _Graph(nn.Module(), fx.Graph(), class_name="TracedGraph")
-            for registry in _REGISTRIES:
-                module.__dict__[registry] = self.__dict__[registry]
-            module.__dict__["_whole"] = self.__dict__["_whole"]
-            module.graph = graph
-            return module
-
-        first = over(train)
+        first = self.over(train)
         self.__dict__["train_graph"] = first
-        self.__dict__["eval_graph"] = first if evaluate is train else over(evaluate)
+        self.__dict__["eval_graph"] = first if evaluate is train else self.over(evaluate)
         self.__dict__["_runs"] = None
+
+    def over(self, graph: fx.Graph) -> fx.GraphModule:
+        """``graph`` as a module that looks names up in this one. It is not a submodule, but shares the registries."""
+        module = _Graph(nn.Module(), fx.Graph(), class_name="TracedGraph")
+        for registry in _REGISTRIES:
+            module.__dict__[registry] = self.__dict__[registry]
+        module.__dict__["_whole"] = self.__dict__["_whole"]
+        module.graph = graph
+        return module
 
     def cache_lookups(self, *, now: bool = False) -> None:
         """Make the graphs look up their submodules only once, at the next run or ``now``, which torch's compiler could

@@ -26,6 +26,7 @@ from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
 from asa.tracing.fused import fused_attention
 from asa.tracing.preserve import preserved
+from asa.tracing.unneeded import left_out
 
 Kind = Literal["convolution", "attention", "linear", "recurrent", "other"]
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -83,10 +84,12 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass
 class _Run:
-    """Totals of one component over one run. ``attention``: FLOPs in fused attention, part of ``flops``."""
+    """Totals of one component over one run. Parts of ``flops``: ``attention``, those in fused attention; ``spared``,
+    those that a second forward leaves out."""
 
     flops: int
     attention: int
+    spared: int
     output_bytes: int
     saved_bytes: int
 
@@ -109,6 +112,16 @@ def listing_saved(saved: list[Tensor]) -> Iterator[None]:
         yield
 
 
+def _spared(component: TracedComponent, value: Tensor, flops: int) -> int:
+    """How many of the ``flops`` of a forward of ``value`` are left out if it is computed again for its gradients."""
+    graph = left_out(component.train_graph)
+    if graph is None:
+        return 0
+    with torch.no_grad(), flop_counter() as again, fused_attention():
+        component.over(graph)(value)
+    return max(0, flops - again.get_total_flops())
+
+
 def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
     counted = {t.untyped_storage()._cdata for c in components for t in (*c.parameters(), *c.buffers())}
     value = batch.clone()
@@ -123,7 +136,8 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
             outputs = component(value)
         counts = flops.get_flop_counts().get("Global", {})
         attention = sum(n for operator, n in counts.items() if operator.__name__ in _FUSED)
-        runs.append(_Run(flops.get_total_flops(), attention, _bytes(outputs[:1]), 0))
+        spared = _spared(component, value, flops.get_total_flops())
+        runs.append(_Run(flops.get_total_flops(), attention, spared, _bytes(outputs[:1]), 0))
         alive += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
         for tensor in saved:
             storage = tensor.untyped_storage()
@@ -196,6 +210,7 @@ def measure(
                 buffer_bytes=_bytes(c.buffers()),
                 flops_per_sample=per_sample(a.flops, b.flops),
                 attention_flops_per_sample=per_sample(a.attention, b.attention),
+                spared_flops_per_sample=per_sample(a.spared, b.spared),
                 output_bytes_per_sample=per_sample(a.output_bytes, b.output_bytes),
                 saved_bytes_per_sample=per_sample(a.saved_bytes, b.saved_bytes),
                 batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),

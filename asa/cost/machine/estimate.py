@@ -183,12 +183,14 @@ def _timing(
     handed = component.output_bytes_per_sample * scale
     moved = samples * 2 * (saved + handed) + parameters
     per_flop = samples * _per_flop(device, precision)
+    spared = component.spared_flops(degree) * per_flop
     fused = attention * per_flop / constant("estimate_attention_efficiency")
     products = max(0.0, flops - attention) * per_flop
     traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
     forward = dispatch + products + fused + traffic
     backward = _BACKWARD * (dispatch + products + traffic) + _ATTENTION_BACKWARD * fused
     host = launch * len(component.modules)
+    spared = max(host, forward) - max(host, forward - spared)
     if not backward <= MOST_SECONDS:
         raise InvalidInputError(
             f"{component.name} would take {backward:.3g} s for a backward of {samples} samples on {device.name} of "
@@ -203,6 +205,7 @@ def _timing(
         backward=_guess(max(host, backward)),
         saved_bytes=round(samples * saved),
         transient_bytes=round(samples * (2 * handed + saved / 2)),
+        spared_s=spared,
     )
 
 

@@ -16,7 +16,10 @@ def slower_profile(profile: Profile, factor: float) -> Profile:
         return Stat(median=factor * s.median, p10=factor * s.p10, p90=factor * s.p90, n=s.n)
 
     def slowed(timings: tuple[Timing, ...]) -> tuple[Timing, ...]:
-        return tuple(replace(t, forward=scaled(t.forward), backward=scaled(t.backward)) for t in timings)
+        return tuple(
+            replace(t, forward=scaled(t.forward), backward=scaled(t.backward), spared_s=factor * t.spared_s)
+            for t in timings
+        )
 
     return replace(
         profile,

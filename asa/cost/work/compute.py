@@ -82,20 +82,29 @@ def _ratio(small: Any, large: Any) -> Any:
 @noun
 class Work:
     """One microbatch of one component on one rank: seconds and bytes. ``error_s``: standard error of the time of both
-    passes; ``unmade_bytes``: gradients that do not exist yet at the peak of backward."""
+    passes; ``spared_s``: what a second forward takes less; ``unmade_bytes``: gradients that do not exist yet at the
+    peak of backward."""
 
     forward_s: float
     backward_s: float
     error_s: float
+    spared_s: float
     saved_bytes: float
     transient_bytes: float
     unmade_bytes: float = 0.0
 
+    @property
+    def again_s(self) -> float:
+        """Seconds of a second forward, which recomputes what backward needs."""
+        return self.forward_s - self.spared_s
+
 
 _QUANTITIES = tuple(f.name for f in fields(Work))
-_SECONDS, _ERROR, _BYTES = slice(0, 2), 2, slice(3, 6)
-"""Rows of arrays with a row for each field of :class:`Work`."""
-_TRANSIENT, _UNMADE = _QUANTITIES.index("transient_bytes"), _QUANTITIES.index("unmade_bytes")
+_SECONDS, _ERROR, _AMOUNTS = slice(0, 2), 2, slice(3, 7)
+"""Rows of arrays with a row for each field of :class:`Work`: passes, their error, and what may be 0."""
+_SPARED, _SAVED, _TRANSIENT, _UNMADE = map(
+    _QUANTITIES.index, ("spared_s", "saved_bytes", "transient_bytes", "unmade_bytes")
+)
 
 
 class Grid:
@@ -116,9 +125,9 @@ class Grid:
         found = np.empty((len(_QUANTITIES), *times.shape[1:]))
         if len(xs) == 1:
             least = np.minimum(floor, times)
-            found[_SECONDS], found[_BYTES] = least + (times - least) * samples / xs[0], sizes * samples / xs[0]
+            found[_SECONDS], found[_AMOUNTS] = least + (times - least) * samples / xs[0], sizes * samples / xs[0]
         else:
-            found[_SECONDS], found[_BYTES] = np.maximum(floor, times), np.maximum(0.0, sizes)
+            found[_SECONDS], found[_AMOUNTS] = np.maximum(floor, times), np.maximum(0.0, sizes)
         found[_UNMADE] = np.minimum(found[_UNMADE], self._sizes[-1].max(axis=-1, keepdims=True))
         # The measured microbatch with the smallest ratio to the samples; of two, the smaller one.
         nearest = np.abs(np.log(xs[:, None] / samples)).argmin(axis=0)
@@ -135,7 +144,7 @@ class Grid:
 
 
 def _figures(t: Timing) -> tuple[float, ...]:
-    return (t.forward.median, t.backward.median, t.saved_bytes, t.transient_bytes, t.unmade_bytes)
+    return (t.forward.median, t.backward.median, t.spared_s, t.saved_bytes, t.transient_bytes, t.unmade_bytes)
 
 
 @dataclass
@@ -250,7 +259,8 @@ class Times:
         if key not in self._by_token:
             by_token = self._by_token[key] = self._arrays[key].copy()
             for at, grid in self._token_groups.get(degree, ()):
-                by_token[: _BYTES.start, at] = grid.at(np.array([samples]), self.floor)[: _BYTES.start, :, 0]
+                by_token[: _SPARED + 1, at] = grid.at(np.array([samples]), self.floor)[: _SPARED + 1, :, 0]
+            by_token[_SPARED] = np.minimum(by_token[_SPARED], np.maximum(0.0, by_token[0] - self.floor))
         return self._by_token[key]
 
     def prepare(self, samples: Iterable[int], degree: int) -> None:
@@ -259,12 +269,18 @@ class Times:
         figures = np.empty((len(missing), len(_QUANTITIES), len(self._components)))
         for group in self._groups if missing else ():
             figures[..., group.index] = np.moveaxis(self._between(group, np.array(missing), degree), -1, 0)
+        figures[:, _SPARED] = np.minimum(figures[:, _SPARED], np.maximum(0.0, figures[:, 0] - self.floor))
         figures.flags.writeable = False
         self._arrays.update(((n, degree), x) for n, x in zip(missing, figures, strict=True))
 
     def passes(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
         """Seconds of forward and of backward: shape (pass, component)."""
         return self.every(samples, degree, by_tokens=by_tokens)[_SECONDS]
+
+    def again(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
+        """Seconds of a second forward, for each component."""
+        figures = self.every(samples, degree, by_tokens=by_tokens)
+        return figures[0] - figures[_SPARED]
 
     def both(self, samples: int, degree: int) -> Any:
         """Seconds of forward plus backward, for each component."""
@@ -273,7 +289,7 @@ class Times:
 
     def sizes(self, samples: int, degree: int) -> Any:
         """Bytes saved for backward, and transient bytes in it: shape (2, component)."""
-        return self.every(samples, degree)[_BYTES][:2]
+        return self.every(samples, degree)[_SAVED:_UNMADE]
 
     def least(self, samples: int, degree: int) -> Any:
         """For each component, the seconds of :meth:`both`, or those with sequence parallelism if they are fewer."""
@@ -291,7 +307,7 @@ class Times:
                 mix = np.where(first > last, (first - share) / (first - last), 0.0)
             else:  # Above the highest measured degree, time above the floor shrinks with the share of FLOPs.
                 high = low.copy()
-                high[_SECONDS], high[_BYTES] = self.floor, 0.0
+                high[_SECONDS], high[_AMOUNTS] = self.floor, 0.0
                 mix = np.where(first > 0, 1 - share / first, 0.0)
         figures = np.maximum(0.0, low + np.minimum(1.0, np.maximum(0.0, mix))[:, None] * (high - low))
         figures[_SECONDS] = np.maximum(self.floor, figures[_SECONDS])
@@ -309,7 +325,7 @@ class Times:
             # A single measurement does not show which bytes are independent of samples. A rank's transient bytes are
             # below its share of the unsplit ones only at large microbatches, where the peak occurs at another time.
             falls[_TRANSIENT] = np.maximum(falls[_TRANSIENT], small[_TRANSIENT] / degree)
-            figures[_BYTES, :, too_small] = falls[_BYTES]
+            figures[_AMOUNTS, :, too_small] = falls[_AMOUNTS]
         figures[_SECONDS, :, too_small] = np.maximum(self.floor, falls[_SECONDS])
         return figures
 

@@ -321,11 +321,12 @@ class Prices:
         self._times.prepare(sizes, tensor)
 
     def repeated(self, samples: int, tensor: int) -> np.ndarray:
-        """For each component, the share of forward in its seconds, split ``tensor`` ways; the smaller one, where tokens
-        may be split, too."""
+        """For each component, a second forward as a share of its seconds, split ``tensor`` ways; the smaller one, where
+        tokens may be split, too."""
         kinds = (False, True) if self.space.by_tokens else (False,)
         passes = np.array([self._times.passes(samples, tensor, by_tokens=x) for x in kinds])
-        share: np.ndarray = (passes[:, 0] / np.maximum(passes.sum(axis=1), np.finfo(float).tiny)).min(axis=0)
+        again = np.array([self._times.again(samples, tensor, by_tokens=x) for x in kinds])
+        share: np.ndarray = (again / np.maximum(passes.sum(axis=1), np.finfo(float).tiny)).min(axis=0)
         return share
 
     def capacity(self, candidate: Candidate) -> float:

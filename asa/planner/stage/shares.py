@@ -240,9 +240,9 @@ class _DividedStage:
         for k, y in enumerate(self._some):
             if y.data <= self.samples:
                 samples = pricer.shards.largest(y)
-                passes = pricer.times.passes(samples, y.tensor, by_tokens=y.sequence)
-                forward, backward = passes * pricer.slowed(samples, min(self._speeds))
-                seconds[:, k] = forward + backward, 2 * forward + backward
+                passes = pricer.times.passes(samples, y.tensor, by_tokens=y.sequence).sum(axis=0)
+                again = pricer.times.again(samples, y.tensor, by_tokens=y.sequence)
+                seconds[:, k] = np.stack([passes, passes + again]) * pricer.slowed(samples, min(self._speeds))
         return seconds[self._again.astype(int), self._layout, self._component]
 
 
@@ -354,7 +354,7 @@ def _through(step_s: Any, between_s: Sequence[Any]) -> Any:
 
 def _by_samples(prices: Prices, tensor: int, samples: int) -> tuple[Any, Any, Any]:
     """Numbers of samples of a shard; for each, seconds of the components with as many samples or more; and the least
-    share of forward in them."""
+    share of a second forward in them."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
     prices.prepare_on(grid.tolist(), tensor)
     seconds = np.stack([prices.compute_on(int(n), tensor) for n in grid])

@@ -7,7 +7,8 @@ keeps a graph and calls Python for every saved tensor instead, which is most of 
 (decision 0119).
 
 The recomputation is bitwise equal: it has the same samples and dropout masks, and buffers that forward changes as they
-were before it; running statistics are not updated again.
+were before it; running statistics are not updated again. Products whose values no gradient depends on are left out of
+it (:mod:`asa.tracing.unneeded`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,21 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, fx, is_grad_enabled, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as torch_modules
 from torch.nn.modules.batchnorm import _NormBase
 
 from asa.sharding.layers.batchnorm import SynchronisedBatchNorm
+from asa.sharding.layers.modules import Gather, RowParallel, ScatterTokens
 from asa.sharding.randomness.samples import SampleContext
 from asa.tracing.component import TracedComponent
 from asa.tracing.program import opened
+from asa.tracing.tracer import hooked
+from asa.tracing.unneeded import left_out
+
+OF_SHARDS: tuple[tuple[type, ...], tuple[type, ...]] = ((RowParallel,), (Gather, ScatterTokens))
+"""Layers of tensor-parallel components that compute one product, and those of which autograd saves no value."""
 
 _Registry = dict[str, Tensor | None]
 _Buffers = list[tuple[_Registry, str, Tensor]]
@@ -38,11 +46,12 @@ def _normalises(module: nn.Module) -> bool:
 
 
 class _Parts:
-    """The modules of a component, which are listed once. ``statistics``: those that keep running statistics;
-    ``registries``: the buffers of the others."""
+    """The modules of a component, which are listed once. ``layers``: all but the component itself;
+    ``statistics``: those that keep running statistics; ``registries``: the buffers of the others."""
 
     def __init__(self, component: nn.Module) -> None:
         modules = list(component.modules())
+        self.layers = modules[1:]
         self._parameters_of = [m._parameters for m in modules if m._parameters]
         self._of_others = [(vars(m), n) for m in modules for n, v in vars(m).items() if isinstance(v, nn.Parameter)]
         self.statistics = [m for m in modules if _normalises(m) and m.running_mean is not None]
@@ -188,6 +197,28 @@ class _Recomputed:
     def _parts(self) -> _Parts:
         return _Parts(self._component)
 
+    @cached_property
+    def _shortened(self) -> fx.GraphModule | None:
+        """The component's graph without products that a second forward does not need; None if it needs all."""
+        module = self._component.train_graph
+        graph = left_out(module, *OF_SHARDS) if isinstance(module, fx.GraphModule) else None
+        return None if graph is None else self._component.over(graph)
+
+    @contextmanager
+    def _without_unneeded(self) -> Iterator[None]:
+        """Context in which the component leaves out what a second forward does not need. It runs as a whole if it is
+        compiled, or if a hook may look at values."""
+        component, whole = self._component, self._component.train_graph
+        looked_at = torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
+        shortened = None
+        if not (looked_at or component._compiled_call_impl or any(map(hooked, self._parts.layers))):
+            shortened = self._shortened
+        component.__dict__["train_graph"] = shortened or whole
+        try:
+            yield
+        finally:
+            component.__dict__["train_graph"] = whole
+
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if not (self._component.training and is_grad_enabled()):
             return self._run(x)
@@ -197,7 +228,7 @@ class _Recomputed:
         @contextmanager
         def rerun() -> Iterator[None]:
             same = _as_before(self._parts, self._context, before.copy(), buffers)
-            with autocast(), _drawing_from(states, device), same:
+            with autocast(), _drawing_from(states, device), same, self._without_unneeded():
                 yield
 
         with self._parts.copied() as buffers:
