@@ -60,6 +60,13 @@ def mixed(rows: list[Any]) -> Any:
     return 0.7 * x + 0.3 * x.roll(1, 0), y
 
 
+def mixed_in_pairs(rows: list[Any]) -> Any:
+    """Takes an even number of samples only, as libraries that mix images do, with a share that is drawn."""
+    assert len(rows) % 2 == 0
+    x, y = padded([(r[0][:2], r[1]) for r in rows])
+    return torch.lerp(x, x.flip(0), random.Random(len(rows)).random()), y
+
+
 def even(samples: int = N) -> TensorDataset:
     x = torch.stack([Series()[i][0][:2] for i in range(samples)])
     return TensorDataset(x, torch.arange(samples) % CLASSES)
@@ -99,6 +106,7 @@ LOADERS: dict[str, Any] = {
     "padded to the longest": lambda: DataLoader(Series(), 6, collate_fn=padded),
     "padded, names and a table beside": lambda: DataLoader(Series(), 6, collate_fn=named),
     "mixed in collate": lambda: DataLoader(Series(), 6, shuffle=True, generator=seeded(), collate_fn=mixed),
+    "mixed in pairs": lambda: DataLoader(Series(), 6, collate_fn=mixed_in_pairs),
     "workers that stay": lambda: DataLoader(
         even(), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
     ),

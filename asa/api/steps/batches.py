@@ -41,6 +41,8 @@ _COMPARED_SAMPLES = 8
 """Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 _READ_BATCHES = 4096
 """Number of batches of a sampler that are looked at for the size of the largest."""
+_SIZES = ((2, 3), (2, 4))
+"""Sizes of the two batches by which a ``collate_fn`` is tried; the second if it takes only even ones (mixed pairs)."""
 
 Rows = Callable[[int], list[int]]
 """Function from the number of samples in a batch to the rows that this rank loads."""
@@ -388,31 +390,36 @@ class GlobalBatches:
         """Where ``of(batch)`` has one row for each sample; None if two batches of other sizes do not tell."""
         if not self.indexed or self.loader.batch_size == 1:
             return None
-        try:
-            return places_per_sample(of(self.example(2)), of(self.example(3)), (2, 3)) or None
-        except Exception:  # any error of the data set, the collate_fn or the function
-            return None
+        for sizes in _SIZES:
+            with suppress(Exception):  # any error of the data set, the collate_fn or the function
+                return places_per_sample(of(self.example(sizes[0])), of(self.example(sizes[1])), sizes) or None
+        return None
 
     def _cuts_into_rows(self) -> bool:
         """Whether a whole batch can be collated as on one device and then cut into rows: every tensor, and every list
         without tensors, has one row per sample, or the same shape for any number of samples. Also records which have,
         and whether random numbers are drawn."""
+        tried = _SIZES if self.custom_collate else _SIZES[:1]
+        return next((cuts for sizes in tried if (cuts := self._cuts_batches_of(sizes)) is not None), False)
+
+    def _cuts_batches_of(self, sizes: tuple[int, int]) -> bool | None:
+        """The answer of :meth:`_cuts_into_rows` by two batches of ``sizes`` samples; None if they cannot be made."""
         made: list[Any] = []
         try:
             with restored_afterwards(self.loader):
                 before = generators_now()
-                for samples in (2, 3) if self.custom_collate else (2,):
+                for samples in sizes if self.custom_collate else sizes[:1]:
                     batch = understood(
                         self.loader.collate_fn([self.loader.dataset[k] for k in self._known(list(range(samples)))])
                     )
                     self._draws = self._draws or generators_now() != before
                     self._draws = self._draws or not self._reads_alike()
                     made.append(batch)
-        except Exception:  # any error of the data set or the collate_fn: each rank collates its own samples
-            return False
+        except Exception:  # any error of the data set or the collate_fn
+            return None
         if self.custom_collate:
-            self._per_sample = places_per_sample(made[0], made[1], (2, 3))
-            return self._per_sample is not None and 2 in _rows_in(made[0])
+            self._per_sample = places_per_sample(made[0], made[1], sizes)
+            return self._per_sample is not None and sizes[0] in _rows_in(made[0])
         return True
 
     def _reads_alike(self) -> bool:
