@@ -153,7 +153,20 @@ def spread(rank: int, cases: list[tuple[str, str]], norm: bool = False, cache: P
     return found
 
 
+class Half(Dataset[Any]):
+    """This rank's share of the samples, as libraries cut tables by rank."""
+
+    def __len__(self) -> int:
+        return N // 2
+
+    def __getitem__(self, i: int) -> Any:
+        import torch.distributed as dist
+
+        return even()[2 * i + (dist.get_rank() if dist.is_initialized() else 0)]
+
+
 ODD: dict[str, Any] = {
+    "a table's half": lambda: DataLoader(Half(), 6),
     "shared by rank": lambda: DataLoader(Shared(), 3),
     "a last batch of three": lambda: DataLoader(even(11), 8),
 }
@@ -168,9 +181,16 @@ def test_the_batches_of_one_device(tmp_path: Path) -> None:
             assert far(state, reference) < 1e-11, (name, strategy)
 
 
-def test_a_stream_that_shares_by_rank_is_refused() -> None:
-    with pytest.raises((asa.AsaError, WorkersFailedError), match="shares or shuffles them by rank itself"):
-        run_ranks(2, spread, [("shared by rank", "ddp")], threads=1, timeout_s=120)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shared by rank", "shares or shuffles them by rank itself"),
+        ("a table's half", "own share would be shared once"),
+    ],
+)
+def test_data_that_is_shared_by_rank_is_refused(name: str, words: str) -> None:
+    with pytest.raises((asa.AsaError, WorkersFailedError), match=words):
+        run_ranks(2, spread, [(name, "ddp")], threads=1, timeout_s=120)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm")

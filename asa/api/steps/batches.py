@@ -264,6 +264,17 @@ def fingerprints(batch: Any) -> tuple[float, float]:
     return float(everything), float(integers)
 
 
+def _checksums(sample: Any) -> tuple[float, float, float]:
+    """Three checksums of a sample: of tensors and numbers, of whole numbers, of texts; 0 if there are none."""
+    everything, integers = fingerprints(sample)
+    leaves = pytree.tree_leaves(sample)
+    whole, real, text = (
+        zlib.crc32(repr(found).encode()) if (found := [v for v in leaves if isinstance(v, kind)]) else 0
+        for kind in (int, float, str)
+    )
+    return everything + whole + real, integers + whole, float(text)
+
+
 @contextmanager
 def restored_afterwards(loader: Any) -> Iterator[None]:
     """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
@@ -520,8 +531,7 @@ class GlobalBatches:
         self._keys = [one[0] for one in batches if one]
         if lazily and hasattr(self.loader.dataset, "__len__"):
             self._keys = range(len(self.loader.dataset))
-        if self._passes:
-            self.compare_samples()
+        self.compare_samples()
         self._passes += 1
         if self._collates_whole and self._draws and self.loader.num_workers and order_seed is None:
             # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
@@ -571,22 +581,32 @@ class GlobalBatches:
             self.compare_samples()
 
     def compare_samples(self) -> None:
-        """Warn, once, if samples are others on other ranks (collective): a loop that changes its data set knows this
-        rank's samples only."""
+        """Check that samples are the same on all ranks (collective). Behind the first pass, warn once if they are not:
+        a loop that changes its data set knows this rank's samples only.
+
+        Raises:
+            UsageError: they differ before the first pass.
+        """
         if self.votes.num_ranks == 1 or self._draws or self._warned_of_samples:
             return
         if isinstance(self.votes, StarVotes):  # a rank that comes back has made other passes
             return
         dataset = self.loader.dataset
-        number = fingerprints(dataset.tensors)[0] if isinstance(dataset, TensorDataset) else 0.0
+        figures = [0.0, 0.0, 0.0]
+        if isinstance(dataset, TensorDataset):
+            figures[:2] = fingerprints(dataset.tensors)
         # Whatever a data set raises, it raises again when the sample's turn comes.
         with suppress(Exception), restored_afterwards(self.loader):
             for key in self._keys[:: max(1, len(self._keys) // _COMPARED_SAMPLES)]:
-                sample = dataset[key]
-                number += fingerprints(sample)[0] + zlib.crc32(
-                    repr([v for v in pytree.tree_leaves(sample) if isinstance(v, int | float | str)]).encode()
-                )
-        if len({f[0] for f in self.votes.gather([number])}) > 1:
+                figures = [a + b for a, b in zip(figures, _checksums(dataset[key]), strict=True)]
+        of_all = self.votes.gather(figures)
+        others, numbers = ({each[i] for each in of_all} for i in (0, 1))
+        if not self._passes and len(others) > 1 and (len(numbers) > 1 or numbers == {0.0}):
+            raise UsageError(
+                "the data sets of the ranks have different samples: a rank's own share would be shared once more; hand "
+                "in the data set of one device, made with the same seed on every rank"
+            )
+        if self._passes and len({tuple(each) for each in of_all}) > 1:
             self._warned_of_samples = True
             warnings.warn(
                 "the data set is no longer the same on all ranks: the loop changed it by answers to this rank's "
