@@ -369,6 +369,7 @@ def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
         (("train", "resnet18", "--resume", "--out", "folder"), 7, "no checkpoint in folder/checkpoints; leave out"),
         (("plan", "--cluster", "pipe"), 3, "cannot use pipe: it is a pipe; name a cluster file or a preset"),
         (("train", "p.json", "--data", "csv:folder"), 3, "--data csv:folder: folder is a directory, not a file"),
+        (("train", "p.json", "--data", "arrow:folder"), 3, "not a file; --data hf:folder reads a folder that save_to"),
         (("train", "p.json", "--data", "folder:p.json"), 3, "p.json is a regular file, not a folder"),
         (("plan", "--input", "²x3x3"), 2, "'²x3x3' is not CxHxW, as in 3x32x32"),
         (("launch", "k8s", "p.json", "--volume", "Ü"), 2, "'Ü' is no name of a claim: up to 253 lower-case letters"),

@@ -111,7 +111,12 @@ def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, 
     tools.mkdir()
     result = json.dumps({"kind": "result", "exit_code": code, "epochs": [1]}, indent=1)
     wrote = "" if code is None else f"echo '{result}' >runs/train/one/result.json"
-    _program(tools, "srun", f'echo "$@" >>calls\n{wrote}')
+    _program(
+        tools, "srun",
+        f'echo "srun $@" >>calls\nuntil [ "$1" = bash ]; do shift; done\n'
+        f'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done\n{wrote}',
+    )  # fmt: skip
+    _program(tools, "torchrun", 'echo "torchrun $@" >>calls')
     _program(tools, "scontrol", 'echo "scontrol $@" >>calls\necho node-a')
     # A host whose Python is in the container: nothing is called python.
     for name in ("bash", "sed", "head", "mkdir", "rm", "echo"):
@@ -128,8 +133,11 @@ def test_the_slurm_script_ends_as_the_run_did(tmp_path: Path, code: int | None, 
     calls = (tmp_path / "calls").read_text()
     assert "--nnodes 2 --nproc-per-node 8 --max-restarts 3" in calls
     assert "--rdzv-endpoint node-a:20041 --rdzv-id 41-0" in calls
-    assert calls.split("\n")[1].endswith("--out runs/train/one --resume")
-    assert "--cpus-per-task=64" in calls.split("\n")[1], "srun does not inherit what sbatch was asked for"
+    srun = next(line for line in calls.split("\n") if line.startswith("srun "))
+    assert "--cpus-per-task=64" in srun, "srun does not inherit what sbatch was asked for"
+    machines = [line for line in calls.split("\n") if line.startswith("torchrun ")]
+    assert ["is_host=true" in line for line in machines] == [True, False], "the first machine hosts the meeting"
+    assert all(line.endswith("--out runs/train/one --resume") for line in machines)
     assert ("requeue 41" in calls) is requeued
 
 

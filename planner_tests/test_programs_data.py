@@ -60,6 +60,13 @@ def mixed(rows: list[Any]) -> Any:
     return 0.7 * x + 0.3 * x.roll(1, 0), y
 
 
+def mixed_in_pairs(rows: list[Any]) -> Any:
+    """Takes an even number of samples only, as libraries that mix images do, with a share that is drawn."""
+    assert len(rows) % 2 == 0
+    x, y = padded([(r[0][:2], r[1]) for r in rows])
+    return torch.lerp(x, x.flip(0), random.Random(len(rows)).random()), y
+
+
 def even(samples: int = N) -> TensorDataset:
     x = torch.stack([Series()[i][0][:2] for i in range(samples)])
     return TensorDataset(x, torch.arange(samples) % CLASSES)
@@ -99,6 +106,7 @@ LOADERS: dict[str, Any] = {
     "padded to the longest": lambda: DataLoader(Series(), 6, collate_fn=padded),
     "padded, names and a table beside": lambda: DataLoader(Series(), 6, collate_fn=named),
     "mixed in collate": lambda: DataLoader(Series(), 6, shuffle=True, generator=seeded(), collate_fn=mixed),
+    "mixed in pairs": lambda: DataLoader(Series(), 6, collate_fn=mixed_in_pairs),
     "workers that stay": lambda: DataLoader(
         even(), 4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
     ),
@@ -145,7 +153,20 @@ def spread(rank: int, cases: list[tuple[str, str]], norm: bool = False, cache: P
     return found
 
 
+class Half(Dataset[Any]):
+    """This rank's share of the samples, as libraries cut tables by rank."""
+
+    def __len__(self) -> int:
+        return N // 2
+
+    def __getitem__(self, i: int) -> Any:
+        import torch.distributed as dist
+
+        return even()[2 * i + (dist.get_rank() if dist.is_initialized() else 0)]
+
+
 ODD: dict[str, Any] = {
+    "a table's half": lambda: DataLoader(Half(), 6),
     "shared by rank": lambda: DataLoader(Shared(), 3),
     "a last batch of three": lambda: DataLoader(even(11), 8),
 }
@@ -160,9 +181,16 @@ def test_the_batches_of_one_device(tmp_path: Path) -> None:
             assert far(state, reference) < 1e-11, (name, strategy)
 
 
-def test_a_stream_that_shares_by_rank_is_refused() -> None:
-    with pytest.raises((asa.AsaError, WorkersFailedError), match="shares or shuffles them by rank itself"):
-        run_ranks(2, spread, [("shared by rank", "ddp")], threads=1, timeout_s=120)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shared by rank", "shares or shuffles them by rank itself"),
+        ("a table's half", "own share would be shared once"),
+    ],
+)
+def test_data_that_is_shared_by_rank_is_refused(name: str, words: str) -> None:
+    with pytest.raises((asa.AsaError, WorkersFailedError), match=words):
+        run_ranks(2, spread, [(name, "ddp")], threads=1, timeout_s=120)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm")

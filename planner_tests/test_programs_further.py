@@ -413,6 +413,30 @@ def test_records_are_taken_apart_and_put_together() -> None:
     assert not numbers_in({"a": torch.ones(1), "b": None, "c": "text"})
 
 
+class Kept:
+    """Keys of a layer, and where they are."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.device, self.dtype, self.begun = keys, keys.device, keys.dtype, True
+
+
+class Layers:
+    """Keys of all layers, as language models return them for later calls."""
+
+    def __init__(self, *keys: Tensor) -> None:
+        self.layers, self.kind = [Kept(k) for k in keys], Kept
+
+
+def test_what_a_language_model_keeps_is_a_record() -> None:
+    both = SimpleNamespace(own=Layers(torch.ones(2)), other=Layers(torch.zeros(2)), updated={0: True})
+    found = [leaf for leaf in pytree.tree_leaves(understood(both)) if isinstance(leaf, Tensor)]
+    assert [t.tolist() for t in found] == [[1, 1], [0, 0]]
+    assert not numbers_in(both)
+    doubled = pytree.tree_map(lambda leaf: leaf * 2 if isinstance(leaf, Tensor) else leaf, both)
+    assert doubled.own.layers[0].keys.tolist() == [2, 2]
+    assert doubled.own.layers[0].device == torch.device("cpu")
+
+
 class Share(NamedTuple):
     """Logits, and a figure of the batch."""
 

@@ -148,6 +148,14 @@ def test_strategies_that_are_one_and_the_same_share_a_row():
     assert f"{first.name} = hybrid:twin" in text
 
 
+def test_the_best_uniform_plan_is_not_said_to_recompute_what_fits():
+    made = nouns.plan()
+    best = replace(next(b for b in made.baselines if b.fits), name="hybrid+ckpt")
+    text = tables.plain(plan.render(replace(made, baselines=(best,))), width=200)
+    assert "hybrid+ckpt: computed again only where memory requires it" in text
+    assert "activations are computed again" not in text
+
+
 def test_best_plans_show_their_times_however_long_their_assignments():
     best = nouns.plan()
     parts = tuple(replace(best.components[i % 3], name=f"block.{i}") for i in range(30))

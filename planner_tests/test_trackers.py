@@ -107,6 +107,17 @@ def test_the_real_weights_and_biases_writes_an_offline_run_and_nothing_on_the_sc
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_database_that_mlflow_lacks_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", types.ModuleType("mlflow.tracking"))
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UnavailableError, match=r"pip install 'asa-parallel\[mlflow\]'"):
+        trackers.check(("mlflow",))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    trackers.check(("mlflow",))
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="MLflow is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own, under SQLAlchemy 2.1
 def test_the_real_mlflow_keeps_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

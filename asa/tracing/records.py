@@ -6,11 +6,12 @@ from __future__ import annotations
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
-_SIMPLE = (Tensor, fx.Proxy, int, float, complex, str, bytes, NoneType)
+_SIMPLE = (Tensor, fx.Proxy, int, float, complex, str, bytes, NoneType, torch.device, torch.dtype, type)
 _MADE_BY = (dict.__new__, object.__new__, SimpleNamespace.__new__)
 """Ways in which an instance is made without a word of its class's."""
 
@@ -18,7 +19,8 @@ _MADE_BY = (dict.__new__, object.__new__, SimpleNamespace.__new__)
 def understood(output: T) -> T:
     """``output``. Classes of records in it are known to ``torch.utils._pytree`` from here on.
 
-    A record is an object that has tensors in its attributes, and nothing but tensors, numbers, texts and other records;
+    A record is an object that has tensors in its attributes, and nothing but tensors, numbers, texts, devices, types
+    and other records;
     or a dictionary of such items, of a class of its own.
     """
     for leaf in pytree.tree_leaves(output):
@@ -29,15 +31,16 @@ def understood(output: T) -> T:
 
 
 def numbers_in(output: Any) -> bool:
-    """Whether a Python number is in ``output``, which may be one of its samples."""
-    return any(isinstance(leaf, int | float | complex) for leaf in pytree.tree_leaves(understood(output)))
+    """Whether a Python number is in ``output``, which may be one of its samples. What is true or false is none."""
+    leaves = pytree.tree_leaves(understood(output))
+    return any(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves)
 
 
 def hides_tensors(output: Any) -> str:
     """Name of the class of an object in ``output`` that is no record and has tensors with gradients in its attributes;
     empty if there is none."""
     for leaf in pytree.tree_leaves(output):
-        if not isinstance(leaf, _SIMPLE) and not isinstance(leaf, type):
+        if not isinstance(leaf, _SIMPLE):
             held = pytree.tree_leaves(_attributes(leaf))
             if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in held):
                 return type(leaf).__name__

@@ -69,6 +69,8 @@ def check_there(spec: str) -> None:
         needed = "folder" if origin in FOLDERS else "file"
         found = kind_at(rest)
         why = f"{rest} is {found}, not a {needed}" if found else f"there is no {needed} {rest}"
+        if origin == "arrow" and path.is_dir():
+            why += f"; --data hf:{rest} reads a folder that save_to_disk wrote"
         raise InvalidInputError(f"--data {spec}: {why}")
     if origin in _NEEDED and importlib.util.find_spec(_NEEDED[origin]) is None:
         raise UnavailableError(lacking(_NEEDED[origin], f"--data {spec}"))

@@ -41,6 +41,8 @@ _COMPARED_SAMPLES = 8
 """Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 _READ_BATCHES = 4096
 """Number of batches of a sampler that are looked at for the size of the largest."""
+_SIZES = ((2, 3), (2, 4))
+"""Sizes of the two batches by which a ``collate_fn`` is tried; the second if it takes only even ones (mixed pairs)."""
 
 Rows = Callable[[int], list[int]]
 """Function from the number of samples in a batch to the rows that this rank loads."""
@@ -262,6 +264,17 @@ def fingerprints(batch: Any) -> tuple[float, float]:
     return float(everything), float(integers)
 
 
+def _checksums(sample: Any) -> tuple[float, float, float]:
+    """Three checksums of a sample: of tensors and numbers, of whole numbers, of texts; 0 if there are none."""
+    everything, integers = fingerprints(sample)
+    leaves = pytree.tree_leaves(sample)
+    whole, real, text = (
+        zlib.crc32(repr(found).encode()) if (found := [v for v in leaves if isinstance(v, kind)]) else 0
+        for kind in (int, float, str)
+    )
+    return everything + whole + real, integers + whole, float(text)
+
+
 @contextmanager
 def restored_afterwards(loader: Any) -> Iterator[None]:
     """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
@@ -388,31 +401,36 @@ class GlobalBatches:
         """Where ``of(batch)`` has one row for each sample; None if two batches of other sizes do not tell."""
         if not self.indexed or self.loader.batch_size == 1:
             return None
-        try:
-            return places_per_sample(of(self.example(2)), of(self.example(3)), (2, 3)) or None
-        except Exception:  # any error of the data set, the collate_fn or the function
-            return None
+        for sizes in _SIZES:
+            with suppress(Exception):  # any error of the data set, the collate_fn or the function
+                return places_per_sample(of(self.example(sizes[0])), of(self.example(sizes[1])), sizes) or None
+        return None
 
     def _cuts_into_rows(self) -> bool:
         """Whether a whole batch can be collated as on one device and then cut into rows: every tensor, and every list
         without tensors, has one row per sample, or the same shape for any number of samples. Also records which have,
         and whether random numbers are drawn."""
+        tried = _SIZES if self.custom_collate else _SIZES[:1]
+        return next((cuts for sizes in tried if (cuts := self._cuts_batches_of(sizes)) is not None), False)
+
+    def _cuts_batches_of(self, sizes: tuple[int, int]) -> bool | None:
+        """The answer of :meth:`_cuts_into_rows` by two batches of ``sizes`` samples; None if they cannot be made."""
         made: list[Any] = []
         try:
             with restored_afterwards(self.loader):
                 before = generators_now()
-                for samples in (2, 3) if self.custom_collate else (2,):
+                for samples in sizes if self.custom_collate else sizes[:1]:
                     batch = understood(
                         self.loader.collate_fn([self.loader.dataset[k] for k in self._known(list(range(samples)))])
                     )
                     self._draws = self._draws or generators_now() != before
                     self._draws = self._draws or not self._reads_alike()
                     made.append(batch)
-        except Exception:  # any error of the data set or the collate_fn: each rank collates its own samples
-            return False
+        except Exception:  # any error of the data set or the collate_fn
+            return None
         if self.custom_collate:
-            self._per_sample = places_per_sample(made[0], made[1], (2, 3))
-            return self._per_sample is not None and 2 in _rows_in(made[0])
+            self._per_sample = places_per_sample(made[0], made[1], sizes)
+            return self._per_sample is not None and sizes[0] in _rows_in(made[0])
         return True
 
     def _reads_alike(self) -> bool:
@@ -513,8 +531,7 @@ class GlobalBatches:
         self._keys = [one[0] for one in batches if one]
         if lazily and hasattr(self.loader.dataset, "__len__"):
             self._keys = range(len(self.loader.dataset))
-        if self._passes:
-            self.compare_samples()
+        self.compare_samples()
         self._passes += 1
         if self._collates_whole and self._draws and self.loader.num_workers and order_seed is None:
             # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
@@ -564,22 +581,32 @@ class GlobalBatches:
             self.compare_samples()
 
     def compare_samples(self) -> None:
-        """Warn, once, if samples are others on other ranks (collective): a loop that changes its data set knows this
-        rank's samples only."""
+        """Check that samples are the same on all ranks (collective). Behind the first pass, warn once if they are not:
+        a loop that changes its data set knows this rank's samples only.
+
+        Raises:
+            UsageError: they differ before the first pass.
+        """
         if self.votes.num_ranks == 1 or self._draws or self._warned_of_samples:
             return
         if isinstance(self.votes, StarVotes):  # a rank that comes back has made other passes
             return
         dataset = self.loader.dataset
-        number = fingerprints(dataset.tensors)[0] if isinstance(dataset, TensorDataset) else 0.0
+        figures = [0.0, 0.0, 0.0]
+        if isinstance(dataset, TensorDataset):
+            figures[:2] = fingerprints(dataset.tensors)
         # Whatever a data set raises, it raises again when the sample's turn comes.
         with suppress(Exception), restored_afterwards(self.loader):
             for key in self._keys[:: max(1, len(self._keys) // _COMPARED_SAMPLES)]:
-                sample = dataset[key]
-                number += fingerprints(sample)[0] + zlib.crc32(
-                    repr([v for v in pytree.tree_leaves(sample) if isinstance(v, int | float | str)]).encode()
-                )
-        if len({f[0] for f in self.votes.gather([number])}) > 1:
+                figures = [a + b for a, b in zip(figures, _checksums(dataset[key]), strict=True)]
+        of_all = self.votes.gather(figures)
+        others, numbers = ({each[i] for each in of_all} for i in (0, 1))
+        if not self._passes and len(others) > 1 and (len(numbers) > 1 or numbers == {0.0}):
+            raise UsageError(
+                "the data sets of the ranks have different samples: a rank's own share would be shared once more; hand "
+                "in the data set of one device, made with the same seed on every rank"
+            )
+        if self._passes and len({tuple(each) for each in of_all}) > 1:
             self._warned_of_samples = True
             warnings.warn(
                 "the data set is no longer the same on all ranks: the loop changed it by answers to this rank's "

@@ -157,8 +157,10 @@ def _module(name: str) -> Any:
     Raises:
         UnavailableError: it is not installed.
     """
-    what, module = _NEEDED[name]
+    what, module, *of_database = _NEEDED[name]
     try:
+        for package in () if os.environ.get("MLFLOW_TRACKING_URI") else of_database:
+            import_module(package)
         return import_module(module)
     except ImportError:
         raise UnavailableError(
@@ -171,11 +173,11 @@ _KINDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-_NEEDED = {
+_NEEDED: dict[str, tuple[str, ...]] = {
     "tensorboard": ("TensorBoard", "torch.utils.tensorboard"),
     "wandb": ("Weights & Biases", "wandb"),
-    "mlflow": ("MLflow", "mlflow.tracking"),
+    "mlflow": ("MLflow", "mlflow.tracking", "sqlalchemy", "alembic"),
 }
-"""Title of each tracker, and the module that it needs."""
+"""Title of each tracker, the module that it needs, and those of a database in the run's folder."""
 NAMES = tuple(_KINDS)
 """Names of all trackers."""

@@ -49,9 +49,11 @@ def slurm(job: Job) -> str:
     if job.image:
         image = shlex.quote(job.image)
         container = f' --container-image={image} --container-mounts="$PWD" --container-workdir="$PWD"'
-    rendezvous = '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
-    first, *others = job.torchrun(rendezvous)
-    others[-1] += " $resume"
+    rendezvous = (
+        '--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" '
+        '--rdzv-conf is_host=$([ "$SLURM_NODEID" = 0 ] && echo true || echo false)'
+    )
+    command = "exec " + "\n".join(job.torchrun(rendezvous)) + " $resume"
     return "\n".join(
         [
             "#!/bin/bash",
@@ -62,9 +64,10 @@ def slurm(job: Job) -> str:
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "port=$((20000 + SLURM_JOB_ID % 20000))",
             *resume_lines(job),
-            # Since Slurm 22.05 srun does not take over what the job asked for.
-            f"srun --kill-on-bad-exit=0 --cpus-per-task={job.cores}{container} {first}",
-            *others,
+            "export head port resume",
+            # Since Slurm 22.05 srun does not take over what the job asked for. Each machine is told whether it is the
+            # host: torchrun would guess it from names, which may mean other interfaces than the nodes' names in Slurm.
+            f"srun --kill-on-bad-exit=0 --cpus-per-task={job.cores}{container} bash -c {shlex.quote(command)}",
             *verdict_lines(job),
             f'if [ "$code" = {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
             'exit "$code"',

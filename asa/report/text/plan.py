@@ -24,6 +24,8 @@ _DEGREE = re.compile(r"([dtp])(\d+)")
 _GRID = re.compile(r"(?<=:)([dtp]\d+)+")
 _AXES = {"d": "shares of the batch", "t": "slices of tensors", "p": "pipeline stages"}
 """Abbreviations in names such as ``hybrid:d4t2``."""
+_LEAST_AGAIN = "hybrid+ckpt"
+"""The best uniform plan, which computes as little again as memory permits, often nothing."""
 
 
 def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -> list[RenderableType]:
@@ -165,8 +167,10 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
 def _legend(names: Sequence[str]) -> list[RenderableType]:
     """One line on the abbreviations among shown names of strategies."""
     texts = []
-    if any(name.endswith("+ckpt") for name in names):
+    if any(name.endswith("+ckpt") for name in names if name != _LEAST_AGAIN):
         texts.append("+ckpt: activations are computed again in backward")
+    if _LEAST_AGAIN in names:
+        texts.append(f"{_LEAST_AGAIN}: computed again only where memory requires it")
     grid = next((found for name in names if (found := _GRID.search(name))), None)
     if grid is not None:
         texts.append(f"{grid[0]}: {' x '.join(f'{number} {_AXES[axis]}' for axis, number in _DEGREE.findall(grid[0]))}")
