@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 import asa
 from asa.api.calls import guesses
+from asa.api.losses.bends import sides_of
 from asa.api.losses.program_text import index_read
 from asa.api.losses.trial import percent
 from asa.api.model.optimizers import lost_epsilon
@@ -427,3 +428,11 @@ def test_a_generator_of_numpys_that_draws_for_a_ranks_samples_is_told() -> None:
         assert any("for the samples of its rank" in line for line in told)
         assert not any("random numbers" in line for line in untold)
     assert_as_alone(programs[1], ["ddp"])
+
+
+def test_the_only_row_of_a_batch_is_no_mean() -> None:
+    row = torch.ones(1, requires_grad=True) * 2
+    assert sides_of(F.huber_loss(row * 3, torch.zeros(1)), [row]) == ()
+    assert sides_of((row * 3).relu().mean(), [row]) == ()
+    assert sides_of((row.mean() - 1).abs(), [row]) == (1,)
+    assert sides_of((row.mean(0, keepdim=True) - 1).abs().sum(), [row]) == (1,)
