@@ -436,3 +436,36 @@ def test_the_only_row_of_a_batch_is_no_mean() -> None:
     assert sides_of((row * 3).relu().mean(), [row]) == ()
     assert sides_of((row.mean() - 1).abs(), [row]) == (1,)
     assert sides_of((row.mean(0, keepdim=True) - 1).abs().sum(), [row]) == (1,)
+
+
+class Boxes(nn.Module):
+    """A detector whose loss is a mean over images, each with the mean over its own boxes; inside or outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        found = self.head(torch.relu(self.body(x))).view(len(x), 3, 4)
+        return found if places is None else mean_over_images(found, places)
+
+
+def mean_over_images(found: Tensor, places: Tensor) -> Tensor:
+    """``places``: some of four for each image, and -1."""
+    return torch.stack(
+        [F.cross_entropy(f.t()[p[p >= 0]], p[p >= 0] % 3) for f, p in zip(found, places, strict=True)]
+    ).mean()
+
+
+def _boxes(net: Any, opt: Any, batches: Any) -> State:
+    for epoch in range(2):
+        for x, places in batches:
+            opt.zero_grad()
+            (net(x, places) if epoch else mean_over_images(net(x), places)).backward()
+            opt.step()
+    return dict(net.state_dict())
+
+
+def test_means_over_the_boxes_of_each_image_are_weighed_by_images() -> None:
+    places = torch.tensor([[0, 1, 2], [3, -1, -1], [2, 0, -1]]).repeat(5, 1)
+    assert_as_alone(_program(_boxes, Boxes, x=numbers(14, 8), y=places[:14], batch=4), ["ddp", "zero1"])
