@@ -395,7 +395,6 @@ class Growing(nn.Module):
 
 
 def _grown(net: Any, opt: Any, batches: Any) -> None:
-    _usual(net, opt, batches)
     layer = nn.Linear(8, 8).double()
     net.stages.append(layer)
     opt.add_param_group({"params": layer.parameters()})
@@ -438,7 +437,7 @@ def _not_finite(net: Any, opt: Any, batches: Any) -> None:
 
 
 add("dropout by a generator that the model keeps", _usual, lambda: classified(DropsByItself))
-add("a layer added to a list between epochs", _grown, lambda: classified(Growing))
+add("a layer added to a list behind the call", _grown, lambda: classified(Growing))
 add("a loss of what a hook keeps, a hook that changes inputs", _kept_by_hooks, lambda: classified(Named))
 add("squares and cubes divided by samples", _powers, lambda: classified(count=10, batch=4))
 add("steps left out by error_if_nonfinite", _not_finite)

@@ -410,8 +410,11 @@ def _divide_alike(one: Any, other: Any) -> bool:
 
 
 def _each_of_a_sample(nodes: list[Any], rows: int) -> bool:
-    """Whether there is a cross-entropy for each of ``rows`` samples, which were taken out of a batch one by one."""
-    return 0 < len(nodes) == rows and all(_of_one_sample(node, rows) for node in nodes)
+    """Whether there is a cross-entropy for each of ``rows`` samples, which were taken out of a batch one by one. With
+    ``rows`` targets each, they may be of time steps."""
+    if len(nodes) != rows or all(node._saved_target.numel() == rows for node in nodes):
+        return False
+    return all(_of_one_sample(node, rows) for node in nodes)
 
 
 def _of_one_sample(node: Any, rows: int) -> bool:
