@@ -6,11 +6,14 @@ More of them are in ``benchmarks/program_table/fetched.py``.
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 import warnings
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +24,9 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 import asa
 from asa.api.calls import guesses
+from asa.api.losses.bends import sides_of
 from asa.api.losses.program_text import index_read
+from asa.api.losses.trial import percent
 from asa.api.model.optimizers import lost_epsilon
 from asa.api.patching import replace_imported, replace_once
 from asa.api.steps.batches import check_flattened, warn_of_squares
@@ -310,3 +315,157 @@ def test_buffers_that_a_call_changes_are_told_of_where_it_was_not_known() -> Non
     first, second = run_ranks(2, _of_centre, threads=1)
     assert sum("forward changes centre: on each rank" in line for line in first) == 1
     assert not any("forward changes" in line for line in second)
+
+
+class DropsByItself(nn.Module):
+    """Drops with a generator that it makes in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.draw: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        self.draw = torch.Generator().manual_seed(5) if self.draw is None else self.draw
+        if self.training:
+            h = h * (torch.rand(h.shape, generator=self.draw, dtype=h.dtype) > 0.3) / 0.7
+        return self.head(h + 0.1 * torch.empty_like(h[:, :1]).normal_(generator=self.draw))  # type: ignore[no-any-return]
+
+
+def test_a_generator_of_the_models_own_draws_what_it_draws_on_one_device() -> None:
+    assert_as_alone(_program(_usual, DropsByItself), ["ddp", "mixed"])
+
+
+class Growing(nn.Module):
+    """Layers in a list that the trace goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages, self.head = nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = torch.relu(stage(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _grown(net: Any, opt: Any, batches: Any) -> State:
+    layer = nn.Linear(8, 8).double()
+    net.stages.append(layer)
+    opt.add_param_group({"params": layer.parameters()})
+    return _usual(net, opt, batches)
+
+
+def test_a_layer_that_is_added_to_a_traced_list_is_refused() -> None:
+    for answer in _program(_grown, Growing).spread(["tensor"])["tensor"]:
+        assert "the module 1 of a ModuleList was replaced or tied behind asa.parallelize" in str(answer)
+
+
+def _not_finite(net: Any, opt: Any, batches: Any) -> State:
+    for i, (x, y) in enumerate(batches):
+        opt.zero_grad()
+        (cross_entropy(net, x, y) * (float("nan") if i == 1 else 1.0)).backward()
+        try:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+            opt.step()
+        except RuntimeError as error:
+            if "is non-finite" not in str(error):
+                raise
+    return dict(net.state_dict())
+
+
+def test_a_norm_that_is_not_finite_is_refused_in_torchs_words() -> None:
+    assert_as_alone(_program(_not_finite), ["zero1"], within=1e-9)
+
+
+def test_small_shares_are_told_from_none() -> None:
+    assert [percent(s) for s in (0.1234, 2e-6, 0.0)] == ["12.3%", "0.0002%", "0.0%"]
+
+
+def _distilled_by_hooks(net: Any, opt: Any, batches: Any) -> State:
+    """The loss has what hooks keep of two layers, of which tensor parallelism gives a rank a part."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _module, _inputs, output: kept.update({name: output})
+
+    handles = [net.first.register_forward_hook(keep("first"))]
+    handles += [m.register_forward_hook(keep(n)) for n, m in net.named_modules() if n == "head"]
+    for epoch in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            loss = cross_entropy(net, x, y)
+            (loss + 0.1 * sum((k.square().mean() for k in kept.values()), torch.zeros(()))).backward()
+            opt.step()
+        if epoch == 0:
+            for handle in handles:
+                handle.remove()
+            kept.clear()
+    return {**net.state_dict(), "kept": torch.tensor(float(len(kept)))}
+
+
+def test_a_forward_hook_sees_whole_tensors_where_ranks_would_hold_parts() -> None:
+    assert_as_alone(_program(_distilled_by_hooks), ["tensor", "mixed"], within=1e-9)
+
+
+class DrawsByNumpy(nn.Module):
+    """Drops with a generator of numpy's, or shifts by one of Python's."""
+
+    def __init__(self, by_sample: bool) -> None:
+        super().__init__()
+        self.head, self.by_sample = nn.Linear(8, 3), by_sample
+        self.draw, self.shift = numpy.random.default_rng(1), random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.as_tensor(self.draw.random(x.shape) > 0.3) if self.by_sample else 1
+        return self.head(torch.roll(x * kept, self.shift.randint(0, 7), 1))  # type: ignore[no-any-return]
+
+
+def test_a_generator_of_numpys_that_draws_for_a_ranks_samples_is_told() -> None:
+    programs = [_program(_usual, partial(DrawsByNumpy, by_sample)) for by_sample in (True, False)]
+    for told, untold in run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in programs], threads=1)[:1]:
+        assert any("for the samples of its rank" in line for line in told)
+        assert not any("random numbers" in line for line in untold)
+    assert_as_alone(programs[1], ["ddp"])
+
+
+def test_the_only_row_of_a_batch_is_no_mean() -> None:
+    row = torch.ones(1, requires_grad=True) * 2
+    assert sides_of(F.huber_loss(row * 3, torch.zeros(1)), [row]) == ()
+    assert sides_of((row * 3).relu().mean(), [row]) == ()
+    assert sides_of((row.mean() - 1).abs(), [row]) == (1,)
+    assert sides_of((row.mean(0, keepdim=True) - 1).abs().sum(), [row]) == (1,)
+
+
+class Boxes(nn.Module):
+    """A detector whose loss is a mean over images, each with the mean over its own boxes; inside or outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        found = self.head(torch.relu(self.body(x))).view(len(x), 3, 4)
+        return found if places is None else mean_over_images(found, places)
+
+
+def mean_over_images(found: Tensor, places: Tensor) -> Tensor:
+    """``places``: some of four for each image, and -1."""
+    return torch.stack(
+        [F.cross_entropy(f.t()[p[p >= 0]], p[p >= 0] % 3) for f, p in zip(found, places, strict=True)]
+    ).mean()
+
+
+def _boxes(net: Any, opt: Any, batches: Any) -> State:
+    for epoch in range(2):
+        for x, places in batches:
+            opt.zero_grad()
+            (net(x, places) if epoch else mean_over_images(net(x), places)).backward()
+            opt.step()
+    return dict(net.state_dict())
+
+
+def test_means_over_the_boxes_of_each_image_are_weighed_by_images() -> None:
+    places = torch.tensor([[0, 1, 2], [3, -1, -1], [2, 0, -1]]).repeat(5, 1)
+    assert_as_alone(_program(_boxes, Boxes, x=numbers(14, 8), y=places[:14], batch=4), ["ddp", "zero1"])

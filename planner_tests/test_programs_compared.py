@@ -186,6 +186,7 @@ QUIET: dict[str, Loop] = {
     "divided by a count of all": _loop(lambda n, _, x, y: asa.mean_over(_each(n(x), y)[y > 0].sum(), (y > 0).sum())),
     "counted on from rank to rank": _loop(lambda n, _, x, y: (n(x) + 0 * torch.arange(len(y))[:, None]).mean()),
     "divided by how many numbers there are": _loop(lambda n, _, x, y: n(x).square().sum() / n(x).numel()),
+    "cubes, divided by its samples": _loop(lambda n, _, x, y: (n(x) ** 3).sum() / len(x)),
 }
 
 

@@ -1,5 +1,5 @@
 """Programs after training scripts of public repositories, third part: what is made of gradients as one vector, norms
-gone over again, optimizers with methods and lists of their own, teachers, views and folds."""
+gone over again, optimizers with methods and lists of their own, teachers, views and folds, generators and hooks."""
 
 from __future__ import annotations
 
@@ -360,3 +360,84 @@ def _text() -> Made:
 add("layers named by keywords", _usual, lambda: classified(Worded), job_loss=CE)
 add("records in a list of batches", _records, _in_records)
 add("text in columns, labels in one row", _usual, _text)
+
+
+# --- generators, hooks and powers
+
+
+class DropsByItself(nn.Module):
+    """Drops with a generator that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.draw: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.first(x))
+        self.draw = torch.Generator().manual_seed(5) if self.draw is None else self.draw
+        if self.training:
+            h = h * (torch.rand(h.shape, generator=self.draw, dtype=h.dtype) > 0.3) / 0.7
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+class Growing(nn.Module):
+    """Layers in a list that the trace goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages, self.head = nn.ModuleList([nn.Linear(8, 8)]), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = F.relu(stage(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _grown(net: Any, opt: Any, batches: Any) -> None:
+    layer = nn.Linear(8, 8).double()
+    net.stages.append(layer)
+    opt.add_param_group({"params": layer.parameters()})
+    _usual(net, opt, batches)
+
+
+def _kept_by_hooks(net: Any, opt: Any, batches: Any) -> None:
+    kept: dict[str, Tensor] = {}
+    net.second.register_forward_hook(lambda _module, _inputs, output: kept.update(second=output))
+    halved = net.first.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 0.5,))
+    for epoch in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            (CE(net(x), y) + 0.1 * kept["second"].square().mean()).backward()
+            opt.step()
+        if epoch == 0:
+            halved.remove()
+
+
+def _powers(net: Any, opt: Any, batches: Any) -> None:
+    """With shares of two and three samples."""
+    for _ in range(2):
+        for x, y in batches:
+            out = net(x)
+            opt.zero_grad()
+            (CE(out, y) + (out.pow(2).sum() + out.abs().pow(3).sum() + out.norm(2).pow(2)) / len(x)).backward()
+            opt.step()
+
+
+def _not_finite(net: Any, opt: Any, batches: Any) -> None:
+    for i, (x, y) in enumerate(batches):
+        opt.zero_grad()
+        (CE(net(x), y) * (float("nan") if i == 1 else 1.0)).backward()
+        try:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+            opt.step()
+        except RuntimeError as error:
+            if "non-finite" not in str(error):
+                raise
+
+
+add("dropout by a generator that the model keeps", _usual, lambda: classified(DropsByItself))
+add("a layer added to a list behind the call", _grown, lambda: classified(Growing))
+add("a loss of what a hook keeps, a hook that changes inputs", _kept_by_hooks, lambda: classified(Named))
+add("squares and cubes divided by samples", _powers, lambda: classified(count=10, batch=4))
+add("steps left out by error_if_nonfinite", _not_finite)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from asa.api.messages import say
-from asa.api.model.notes import differences, drawing
+from asa.api.model.notes import differences, drawing, drawing_by_share
 from asa.api.rank_context import RankContext
 from asa.api.tensors.retired import retire_in_job
 from asa.errors import UsageError
@@ -71,4 +71,6 @@ class Builder:
         if first and (names := next(filter(None, context.votes.exchange(drawing(built))), "")):
             say(context, f"{names} draws random numbers by sample and step: the same under every plan, and others than "
                 "without asa")  # fmt: skip
+        if first and (line := next(filter(None, context.votes.exchange(drawing_by_share(built))), "")):
+            say(context, line)
         return built

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from asa.api.losses.bends import masks_by, sides_of
 from asa.api.losses.tape import MOST_BYTES
 from asa.api.losses.terms import denominator_of_sum
-from asa.api.losses.trial import tolerance
+from asa.api.losses.trial import percent, tolerance
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
 from asa.errors import UsageError, WorkersFailedError
@@ -161,10 +161,10 @@ class JobLoss:
             return
         text = (
             f"the loss is not a mean over samples: over the whole batch it is {whole_loss:.6g}, put together from "
-            f"microbatches and ranks it would be {loss:.6g} ({off:.1%} apart), and gradients of the outputs differ by "
-            f"{gradients:.1%}; say weight=, a function of the labels that gives what the mean divides by, or "
-            "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch, and a sum of "
-            "losses that divide by different targets is right under asa.parallelize"
+            f"microbatches and ranks it would be {loss:.6g} ({percent(off)} apart), and gradients of the outputs "
+            f"differ by {percent(gradients)}; say weight=, a function of the labels that gives what the mean divides "
+            "by, or weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch, and a sum "
+            "of losses that divide by different targets is right under asa.parallelize"
         )
         if first:
             raise UsageError(text)

@@ -76,6 +76,22 @@ _SIDES: dict[str, Callable[[Any], int]] = {
 """By the name of autograd's node, on which side of its bend the number is."""
 
 
+_BY_ROW = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Neg",
+    "Exp",
+    "Sigmoid",
+    "Tanh",
+    "View",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Clone",
+)
+"""Beginnings of the names of nodes that keep the rows of a batch."""
 _DECIDED = ("MulBackward0", "WhereBackward0", "MaskedFillBackward0")
 """Nodes whose side is a tensor beside the number, which may be one of the program's (a schedule)."""
 
@@ -148,10 +164,14 @@ def masks_by(loss_fn: Callable[[Any, Any], Tensor] | None, output: Any, labels: 
 
 
 def _of_one_sample(node: Any, below: Callable[[Any], Iterable[Any]]) -> bool:
+    """Whether the number that ``node`` bends is of one sample: taken out of a batch, or the only row of one."""
+    saved = (getattr(node, kept, None) for kept in ("_saved_self", "_saved_result"))
+    row = any(isinstance(bent, Tensor) and bent.dim() > 0 for bent in saved)
     for count, one in enumerate(below(node)):
         name = one.name()
         if name == "UnbindBackward0" or (name == "SelectBackward0" and one._saved_dim == 0):
             return True
+        row = row and (not count or name.partition("Backward")[0] in _BY_ROW)
         if count > _MOST_BELOW:
-            break
-    return False
+            return False
+    return row

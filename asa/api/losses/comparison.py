@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from asa.api.losses.tape import ARITHMETIC, MOST_BYTES, Tape, is_batched, number_mappings
+from asa.api.losses.tape import ARITHMETIC, MOST_BYTES, Tape, counts_samples, is_batched, number_mappings
 from asa.executor.model.votes import Votes
 
 _READ_OUT = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
@@ -256,13 +256,13 @@ class Comparison:
         samples of each rank. If these differ, whole numbers and their reciprocals may differ, too."""
         kinds = (float, int) if len(set(rows)) == 1 else (float,)
         every = [
-            n
+            (function, n)
             for function, args, options, _ in self._tape.needed([self._loss, *self._tape.model_inputs])[0]
             for n in pytree.tree_leaves((args, options))
             if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in ARITHMETIC)
         ]
-        self._counts = self._tape.rows in (n for n in every if type(n) is int)
-        numbers = [n for n in every if type(n) in kinds]
+        self._counts = any(type(n) is int and n == self._tape.rows and counts_samples(f) for f, n in every)
+        numbers = [n for _, n in every if type(n) in kinds]
         if len({v[0] for v in self._votes.gather([float(zlib.crc32(repr(numbers).encode()))])}) == 1:
             return None
         by_rank = self._votes.exchange([repr(n) for n in numbers])
@@ -392,7 +392,7 @@ class Comparison:
         in ``x.split(2)``, of which one device has more pieces."""
         tape = self._tape
         operations = tape.needed([self._loss, *tape.model_inputs])[0]
-        numbers = (n for _, *given, _ in operations for n in pytree.tree_leaves(given))
+        numbers = (n for f, *given, _ in operations if counts_samples(f) for n in pytree.tree_leaves(given))
         return not tape.size_read and any(type(n) is int and n == tape.rows for n in numbers)
 
     def _relative_distance(self, pairs: list[tuple[Tensor, Tensor]]) -> float:

@@ -288,9 +288,10 @@ class Tape:
     def _replay(self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool) -> dict[int, Tensor]:
         replayed = dict(values)
         for function, args, options, refs in self.operations:
+            mapped = number if counts_samples(function) else _as_given
             try:
                 new_args, new_options = pytree.tree_map(
-                    lambda leaf: _substituted(leaf, replayed, number), (args, options)
+                    lambda leaf, mapped=mapped: _substituted(leaf, replayed, mapped), (args, options)
                 )
                 result = function(*new_args, **new_options)
             except Exception:  # numbers that fit no shape
@@ -384,7 +385,7 @@ class Tape:
         return any(
             is_count(leaf)
             for function, args, options, _ in self.operations
-            if getattr(function, "__name__", "") in (*_SHAPING, *ARITHMETIC)
+            if getattr(function, "__name__", "") in (*_SHAPING, *ARITHMETIC) and counts_samples(function)
             for leaf in pytree.tree_leaves((args, options))
             if type(leaf) in (int, float, slice)
         )
@@ -419,6 +420,15 @@ def is_batched(tensor: Tensor, rows: int) -> bool:
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
+def counts_samples(function: Any) -> bool:
+    """Whether a number that ``function`` is given may be a number of samples, and no power or dimension."""
+    return getattr(function, "__name__", "") not in _NO_COUNTS
+
+
+def _as_given(number: Any) -> Any:
+    return number
+
+
 def number_mappings(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
     """Functions that map a number in a program to its value with ``total`` samples instead of this rank's.
 
@@ -430,7 +440,7 @@ def number_mappings(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
     tensors = [t for t in tape.tensors if isinstance(t, Tensor) and t.dim()]
     sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
     return [
-        lambda n: n,
+        _as_given,
         lambda n: total if n == rows else 1 / total if type(n) is float and n == 1 / rows else n,
         lambda n: n // rows * total if type(n) is int and n in sizes and n % rows == 0 else n,
         lambda n: n // rows * total if type(n) is int and n in numbers and n % rows == 0 else n,
@@ -459,6 +469,13 @@ class TapeRef:
 ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
                for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
 """Names of arithmetic operations and methods."""
+_NO_COUNTS = {
+    "pow", "pow_", "__pow__", "__rpow__", "__ipow__", "float_power", "norm", "vector_norm", "matrix_norm", "cdist",
+    "pairwise_distance", "normalize", "sum", "mean", "std", "var", "prod", "amax", "amin", "max", "min", "argmax",
+    "argmin", "logsumexp", "softmax", "log_softmax", "cumsum", "unsqueeze", "squeeze", "transpose", "permute",
+    "flatten", "cat", "stack", "cosine_similarity",
+}  # fmt: skip
+"""Names of operations whose numbers are powers and dimensions, and never numbers of samples."""
 _SHAPING = ("view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty", "__getitem__")
 """Names of operations whose whole numbers may be numbers of samples."""
 

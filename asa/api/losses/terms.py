@@ -84,13 +84,19 @@ class Terms:
                 )
             return lambda: None
         weights = [0.0] * (1 + _MOST_TERMS)
-        weights[0] = float(len(nodes))
+        weights[0] = float(len(nodes)) + (0.5 if _each_of_a_sample(nodes, rows) else 0.0)
         of_calls = [weight if (call := node.metadata.get(_OF_CALL)) is None else call[0] for node in nodes]
         for i, node in enumerate(nodes[:_MOST_TERMS]):
             weights[1 + i] = denominator_of(node) if of_calls[i] else 0.0
         by_rank = self._votes.gather(weights)
-        # A rank without counted samples may have computed something else, such as 0 * outputs.
-        if len({f[0] for f in by_rank if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
+        # A rank without counted samples may have computed something else, such as 0 * outputs. Means of single samples
+        # (the boxes of each image) are weighed by samples.
+        if (
+            any(f[0] % 1 for f in by_rank)
+            or len({f[0] for f in by_rank if f[0]}) > 1
+            or not nodes
+            or len(nodes) > _MOST_TERMS
+        ):
             return lambda: None
         handles = []
         for i, node in enumerate(nodes):
@@ -128,6 +134,22 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 
 _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
+_TAKING = (
+    "LogSoftmax",
+    "Index",
+    "T",
+    "Transpose",
+    "Permute",
+    "View",
+    "UnsafeView",
+    "Unsqueeze",
+    "Select",
+    "Slice",
+    "Alias",
+)
+"""Beginnings of the names of nodes that take something of a sample, or give it another form."""
+_MOST_BETWEEN = 12
+"""Largest number of these between a cross-entropy and a batch."""
 _RELATED, _FOLLOWED = "asa_beside", "AliasBackward0"
 """Key in a node's metadata for related nodes; name of the node that a recorded tensor gets
 (:mod:`asa.api.losses.tape`)."""
@@ -385,6 +407,27 @@ def _divide_alike(one: Any, other: Any) -> bool:
         and (one._saved_weight is None) == (other._saved_weight is None)
         and (one._saved_weight is None or torch.equal(one._saved_weight, other._saved_weight))
     )
+
+
+def _each_of_a_sample(nodes: list[Any], rows: int) -> bool:
+    """Whether there is a cross-entropy for each of ``rows`` samples, which were taken out of a batch one by one. With
+    ``rows`` targets each, they may be of time steps."""
+    if len(nodes) != rows or all(node._saved_target.numel() == rows for node in nodes):
+        return False
+    return all(_of_one_sample(node, rows) for node in nodes)
+
+
+def _of_one_sample(node: Any, rows: int) -> bool:
+    for _ in range(_MOST_BETWEEN):
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+        name = "" if node is None else node.name()
+        if name == "UnbindBackward0":
+            return node._saved_dim == 0 and len(node._input_metadata) == rows
+        if name == "SelectBackward0" and node._saved_dim == 0:
+            return int(node._saved_self_sym_sizes[0]) == rows
+        if name.partition("Backward")[0] not in _TAKING:
+            return False
+    return False
 
 
 def _differs_from_rows(node: Any, rows: int) -> bool:

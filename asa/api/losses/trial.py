@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 import zlib
 from collections import Counter
@@ -352,6 +353,15 @@ def _look_for_hooks(model: DistributedModelBase) -> bool:
     return name is not None
 
 
+def percent(share: float) -> str:
+    """``share`` in per cent, with as many decimals as it takes to tell it from 0.
+
+    >>> percent(0.1234), percent(2e-6), percent(0.0)
+    ('12.3%', '0.0002%', '0.0%')
+    """
+    return f"{share:.1%}" if not 0 < share < 5e-4 else f"{share:.{min(-math.floor(math.log10(share)) - 2, 15)}%}"
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """Relative distance up to which two gradients of type ``dtype`` count as equal."""
     return _TOLERANCES.get(dtype, 5e-2)
@@ -389,18 +399,18 @@ def sentences(difference: Difference, dtype: torch.dtype, rounding: float = 0.0)
         )
     if difference.inputs > within:
         lines.append(
-            f"what the model is given differs by {difference.inputs:.1%} from what one device would give it: it is "
-            "made of other samples of the batch, or drawn, and each rank has its own; make it in the loader's "
+            f"what the model is given differs by {percent(difference.inputs)} from what one device would give it: it "
+            "is made of other samples of the batch, or drawn, and each rank has its own; make it in the loader's "
             "collate_fn"
         )
     elif differs:
         sizes = (abs(difference.loss_whole), abs(difference.loss_parts), 1e-30)
         loss = abs(difference.loss_whole - difference.loss_parts) / max(sizes)
-        far = f"{loss:.1%} apart" if loss == loss else "one of them is no number"
+        far = f"{percent(loss)} apart" if loss == loss else "one of them is no number"
         lines.append(
             f"the loss is not a mean over samples: over the whole batch it is {difference.loss_whole:.6g}, the mean "
             f"over ranks is {difference.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
-            f"{difference.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and "
-            "ratios, asa.gather(outputs) for a loss that compares samples"
+            f"{percent(difference.gradients)} from those of one device; use asa.mean_over(loss_sum, count) for sums "
+            "and ratios, asa.gather(outputs) for a loss that compares samples"
         )
     return lines

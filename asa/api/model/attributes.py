@@ -17,6 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from asa.api.model.own_methods import bound, training_method, trains
 from asa.api.steps.distributed_model_base import DistributedModelBase
+from asa.api.steps.registrations import PARTS
 from asa.api.tensors.parameter_tools import view_of_whole
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
@@ -27,8 +28,8 @@ from asa.tracing.whole import WholeModel, tensors_of
 
 _NUMBERS = int | float | complex | str | None
 """Types of attributes of which a trace keeps the value."""
-_PARTS = "asa_parts"
-"""Attribute of a joined module: what it was joined from."""
+WHOLES = "which is to see whole tensors"
+"""Why the model runs whole if a layer has a forward hook."""
 _HOOKING = (
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
     "register_full_backward_pre_hook",
@@ -119,7 +120,7 @@ def _joined(parts: list[nn.Module], own: Any) -> nn.Module | None:
     if not parts or any(type(part) is not nn.Module for part in parts):
         return parts[0] if parts else None
     joined = nn.Module()
-    joined.__dict__[_PARTS] = parts
+    joined.__dict__[PARTS] = parts
     for kept in ("_parameters", "_buffers"):
         found = {name: value for part in parts for name, value in getattr(part, kept).items()}
         names = dict.fromkeys((*getattr(own, kept, ()), *found))
@@ -143,6 +144,13 @@ def _parameters_and_lent(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
     """``layers``, which are those of a slice ``like``, as a container."""
     return nn.Sequential(*layers) if isinstance(like, nn.Sequential) else nn.ModuleList(layers)
+
+
+def splits_layers(model: DistributedModelBase) -> bool:
+    """Whether ranks have parts of layers, or share samples for some layers only, and the model can run whole
+    instead."""
+    state = vars(model)
+    return model.parallel is not None and state.get("rebuild_whole") is not None and not state["_independent"]
 
 
 def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: Any) -> nn.Module:
@@ -179,7 +187,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
                 )
             own.__setattr__(name, value)
         elif name in part._buffers:
-            for held in (part, *part.__dict__.get(_PARTS, ())):
+            for held in (part, *part.__dict__.get(PARTS, ())):
                 if name in held._buffers:
                     held._buffers[name] = value
         else:
@@ -231,8 +239,10 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
         return _IncompatibleKeys(missing, more)
 
     def hooking(name: str) -> Any:
-        def register(_: Any, *args: Any, **options: Any) -> Any:
-            model.run_whole(f"model.{path} has a hook, and is traced through")
+        def register(view: Any, *args: Any, **options: Any) -> Any:
+            if not emptied and ("backward" in name or not splits_layers(model)):
+                return getattr(kind, name)(view, *args, **options)
+            model.run_whole(f"model.{path} has a hook, {'and is traced through' if emptied else WHOLES}")
             return getattr(model.origin.get_submodule(path), name)(*args, **options)
 
         return register
@@ -246,8 +256,9 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
         "state_dict": state, "load_state_dict": load,
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
     }  # fmt: skip
+    members |= {name: hooking(name) for name in _HOOKING}
     if emptied:
-        members |= {name: hooking(name) for name in _HOOKING} | {"named_modules": named_modules}
+        members["named_modules"] = named_modules
         members["named_children"] = lambda _: ((n, inside(n, m)) for n, m in part._modules.items() if m is not None)
     if listed:
         members["__iter__"] = lambda self: iter([inside(n, m) for n, m in self._modules.items()])

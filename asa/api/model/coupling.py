@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from asa.api.calls import Call, arguments, samples_of
 from asa.api.generators import generators_now
 from asa.api.losses.terms import search_graph
+from asa.api.losses.trial import percent
 from asa.api.plans.planning import device_of
 from asa.errors import UsageError
 from asa.ir.plan import Plan
@@ -206,9 +207,10 @@ def warning_of(change: float, plan: Plan) -> list[str]:
     if change <= 0 or not shared:
         return []
     return [
-        f"the model computes a sample's output, or its gradient, from other samples of the batch, too ({change:.1%} "
-        "apart when a batch is halved): a rank has its own samples, and gets other numbers than one device; have "
-        "outputs depend on one sample each, take BatchNorm with batch_norm='exact', or plan with strategies=('tensor',)"
+        "the model computes a sample's output, or its gradient, from other samples of the batch, too "
+        f"({percent(change)} apart when a batch is halved): a rank has its own samples, and gets other numbers than "
+        "one device; have outputs depend on one sample each, take BatchNorm with batch_norm='exact', or plan with "
+        "strategies=('tensor',)"
     ]
 
 

@@ -24,9 +24,9 @@ from asa.api.losses.outputs import Demands, entering, leaving
 from asa.api.losses.terms import Terms, follow_backwards, mark_output, record_call, whole_parameters
 from asa.api.losses.trial import Trial
 from asa.api.messages import say
-from asa.api.model.attributes import traced_through, watched_attributes
+from asa.api.model.attributes import WHOLES, splits_layers, traced_through, watched_attributes
 from asa.api.model.model_interface import ModelInterface
-from asa.api.model.notes import drawing, of_changed_buffers
+from asa.api.model.notes import drawing, drawing_by_share, of_changed_buffers
 from asa.api.model.optimizers import hand_over
 from asa.api.model.own_methods import own_methods
 from asa.api.plans.planning import check_plain
@@ -151,7 +151,7 @@ class DistributedModel(ModelInterface):
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
         self._warned_of_leaving = self._told_of_changed = False
-        self._said_of_added = self._said_of_draws = False
+        self._said_of_added = self._said_of_draws = self._said_of_shares = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
         self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
@@ -722,6 +722,9 @@ class DistributedModel(ModelInterface):
         known: dict[int, tuple[int, int]] | None = self.__dict__.get("hooks")
         if known is None or self.parallel is None:
             return
+        if splits_layers(self):
+            self._hook_wholes(known)
+            known = self.hooks
         found = [(n, id(m), _hooks_of(m)) for part in self.parts for n, m in part.named_modules()]
         for name, key, (now, gradients) in (*found, ("all modules", 0, _global_hooks())):
             forward, backward = known.get(key, (0, 0))
@@ -743,12 +746,34 @@ class DistributedModel(ModelInterface):
             warnings.warn(text, stacklevel=4)
             return
 
+    def _hook_wholes(self, known: dict[int, tuple[int, int]]) -> None:
+        """Have the model run whole if a forward hook was added to a layer, of which ranks may hold a part (collective).
+        ``known``: hooks that there were before."""
+        hooked = {
+            name: module
+            for part in self.parts
+            for name, module in part.named_modules()
+            if _hooks_of(module)[0] > known.get(id(module), (0, 0))[0]
+        }
+        if not hooked:
+            return
+        kept = {
+            name: {key: v for key, v in vars(m).items() if key.startswith("_forward_")} for name, m in hooked.items()
+        }
+        self.run_whole(f"model.{next(iter(hooked))} has a hook, {WHOLES}")
+        for name, hooks in kept.items():
+            vars(self.origin.get_submodule(name)).update(hooks)  # the same dictionaries, so that handles remove them
+        self.remember()
+
     def say_of_draws(self) -> None:
         """Say once that layers draw random numbers: a rate of dropout may be set later."""
         if self.parallel is not None and not self._said_of_draws and (names := drawing(self.parallel)):
             self._said_of_draws = True
             say(self.rank_context, f"{names} draws random numbers by sample and step: the same under every plan, and "
                 "others than without asa")  # fmt: skip
+        if self.parallel is not None and not self._said_of_shares and (line := drawing_by_share(self.parallel)):
+            self._said_of_shares = True
+            say(self.rank_context, line)
 
     def _warn_of_attributes(self) -> None:
         """Warn of an attribute of a layer that was changed, and that what runs has as it was when it was traced."""

@@ -122,5 +122,16 @@ def drawing(model: ParallelModel) -> str:
     return _several(names) if names else ""
 
 
+def drawing_by_share(model: ParallelModel) -> str:
+    """A line on modules that draw from a generator of their own as often as this rank has samples; empty if none does,
+    or a rank has all samples."""
+    if not model.draws_by_share or max(layout.data for layout in model.layouts) == 1:
+        return ""
+    return (
+        f"{_several(model.draws_by_share)} draws random numbers from a generator of Python's or numpy's that it keeps, "
+        "for the samples of its rank: one device draws others; with a torch.Generator ranks draw those of one device"
+    )
+
+
 def _several(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

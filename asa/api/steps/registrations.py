@@ -21,6 +21,8 @@ from asa.errors import UsageError
 
 _OWN = ("asa.", "torch.distributed", "torch.func", "torch._functorch", "torch.nn.utils.stateless", "torch._dynamo")
 """Packages that exchange parameters on purpose."""
+PARTS = "asa_parts"
+"""Name of the attribute by which a module that was put together for the program's eyes has what it was made of."""
 _models: WeakSet[DistributedModelBase] = WeakSet()
 _hooked: list[bool] = []
 REPLACED = (
@@ -78,7 +80,8 @@ def _refused_for_distributed(original: Callable[..., Any]) -> Callable[..., Any]
 def _is_distributed(module: nn.Module) -> bool:
     """Whether ranks share ``module``, and a program sets something of it."""
     ids = {id(module), id(module._parameters)}  # a view of a module has another identity
-    if not any(ids & model.__dict__.get("module_ids", set()) for model in _models):
+    joined = PARTS in vars(module)
+    if not joined and not any(ids & model.__dict__.get("module_ids", set()) for model in _models):
         return False
     frame: Any = sys._getframe(2)
     while frame is not None:

@@ -102,7 +102,9 @@ def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
 
 def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], model: ParallelModel) -> Tensor:
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the total norm of the gradients is {float(norm)}, so they cannot be clipped")
+        raise RuntimeError(
+            f"The total norm for gradients from `parameters` is non-finite ({float(norm)}), so it cannot be clipped"
+        )  # torch's words, which programs look for
     return norm.to(device=model.device, dtype=gradients[0].dtype if gradients else torch.float32)
 
 

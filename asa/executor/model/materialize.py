@@ -45,7 +45,7 @@ from asa.sharding.layers.propagate import SplitPlan
 from asa.sharding.layers.recompute import recompute
 from asa.sharding.layers.tensor import plan_split
 from asa.sharding.randomness.drawn import keyed
-from asa.sharding.randomness.generators import FOREIGN, drawing
+from asa.sharding.randomness.generators import FOREIGN, GIVEN, OWN, drawing
 from asa.sharding.randomness.samples import BySample, SampleContext
 from asa.tracing import CalledModel, TracedModel, trace
 from asa.tracing.component import TracedComponent
@@ -319,6 +319,11 @@ def materialize(
         if component.name in source.drawing:
             keyed(component, context, foreign=FOREIGN in source.drawing[component.name])
         if assignment.checkpoint:
+            if GIVEN in source.drawing.get(component.name, ()):
+                raise UsageError(
+                    f"{component.name} draws from a generator that the program made, and would draw other numbers when "
+                    "it is computed again in backward: plan without checkpoints, or draw from torch's own generator"
+                )
             recompute(component, context)
         component.to(device)
         component.cache_lookups(now=plan.compiled != "none")
@@ -395,9 +400,15 @@ class _Source:
         if self.template is not None:
             self.template = replace(self.template, drawing=self.drawing, changed=self.changed)
 
+    @property
+    def keyed(self) -> tuple[str, ...]:
+        """Names of the components that draw other random numbers than one device."""
+        return tuple(name for name, operators in self.drawing.items() if {*operators} - {GIVEN, OWN})
+
     def passed_on(self, parallel: ParallelModel, build_s: float) -> ParallelModel:
         """``parallel``, which took ``build_s`` seconds to build, with what is known of the model."""
-        parallel.modes, parallel.changed, parallel.drawing = self.modes, self.changed, tuple(self.drawing)
+        parallel.modes, parallel.changed, parallel.drawing = self.modes, self.changed, self.keyed
+        parallel.draws_by_share = tuple(name for name, operators in self.drawing.items() if OWN in operators)
         parallel.template = self.template
         parallel.from_template_s = None if self.template is None else self.copy_s + build_s
         return parallel

@@ -173,6 +173,8 @@ class ParallelModel:
         """Names of buffers, other than BatchNorm's, that a forward in training changes."""
         self.drawing: tuple[str, ...] = ()
         """Names of components that draw random numbers in code of their own."""
+        self.draws_by_share: tuple[str, ...] = ()
+        """Names of components with generators of Python's or numpy's, which draw for this rank's samples."""
         self.template: TracedTemplate | None = None
         """The model without weights, from which it can be built again under another plan."""
         self.from_template_s: float | None = None

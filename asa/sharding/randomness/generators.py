@@ -3,6 +3,8 @@ models that mix the samples of a batch."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +22,17 @@ _SHOWN = 3
 
 FOREIGN = "Python's or numpy's random"
 """Name that stands for generators other than torch's, in a list of torch operators."""
+GIVEN = "a generator that it keeps"
+"""Name that stands for operators that are given a generator and draw rows one after another, in such a list."""
+OWN = "a generator of Python's or numpy's that it keeps"
+"""Name that stands for such a generator, if it is asked for more numbers the more samples there are."""
+FILLING = {
+    getattr(torch.ops.aten, name)
+    for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+}
+"""Operators that fill a tensor with random numbers."""
+MADE = {torch.ops.aten.randn, torch.ops.aten.rand, torch.ops.aten.randint}
+"""Operators that make a tensor of random numbers, of a shape."""
 
 
 class _Watch(TorchDispatchMode):
@@ -38,6 +51,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        if (kwargs or {}).get("generator") is not None:
+            by_row = by_row_of(func, args)
+            self.operators[GIVEN if by_row else func.overloadpacket.__name__] = None
         before = self._states()
         result = func(*args, **(kwargs or {}))
         if self._device.type == "meta":  # the meta device draws nothing: count every operator that can draw
@@ -47,21 +63,66 @@ class _Watch(TorchDispatchMode):
         return result
 
 
+def by_row_of(func: Any, args: Any) -> bool:
+    """Whether a random operator draws row after row, so that a rank can draw those of all samples."""
+    return func.overloadpacket in MADE or (
+        func.overloadpacket in FILLING and not any(isinstance(a, Tensor) for a in args[1:])
+    )
+
+
+def _bits(value: Any) -> Any:
+    """The part of a generator of numpy's that has its state; None for anything else."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+        return None
+    return value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator
+
+
+def _state_of(value: Any) -> Any:
+    return value.getstate() if isinstance(value, random.Random) else _bits(value).state
+
+
+def _begin_at(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    else:
+        _bits(value).state = state
+
+
+def _asks_by_samples(component: nn.Module, batch: Tensor) -> bool:
+    """Whether a generator of Python's or numpy's that ``component`` keeps ends otherwise with fewer samples."""
+    within = [m for top in (component, *vars(component).values()) if isinstance(top, nn.Module) for m in top.modules()]
+    values = [v for m in within for v in vars(m).values()]
+    kept = [v for v in values if isinstance(v, random.Random) or _bits(v) is not None]
+    begins, ends = [_state_of(v) for v in kept], set()
+    for rows in (batch, batch[:1]) if kept else ():
+        try:
+            component(rows.clone())
+            ends.add(repr([_state_of(v) for v in kept]))
+        except Exception:  # whatever a model's code raises for one sample
+            ends |= {"", "unknown"}
+        for value, state in zip(kept, begins, strict=True):
+            _begin_at(value, state)
+    return len(ends) > 1
+
+
 def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, tuple[str, ...]]:
     """Names of the components that draw random numbers themselves in their current mode, and the torch operators with
     which they do; call after :func:`asa.sharding.layers.dropout.make_reproducible`.
 
     ``batch`` is the model's input, on the components' device; their context knows its samples. Python's own generator
-    and numpy's are named :data:`FOREIGN`. Other generators are not detected.
+    and numpy's are named :data:`FOREIGN`, one that the program made with torch :data:`GIVEN`. Others are not detected.
     """
     operators = {}
     with torch.no_grad(), torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []):
         for component in components:
-            before = foreign_state()
+            before, by_samples = foreign_state(), _asks_by_samples(component, batch)
             with _Watch(batch.device) as watch, foreign_random():
                 batch = component(batch)[0]
                 if foreign_state()[: len(before)] != before:
                     watch.operators[FOREIGN] = None
+                if by_samples:
+                    watch.operators[OWN] = None
             if watch.operators:
                 operators[component.name] = tuple(watch.operators)
     return operators
