@@ -40,8 +40,13 @@ def test_with_fewer_samples_than_devices_no_state_of_a_shared_parameter_is_kept_
 def test_where_summing_a_shared_gradient_takes_long_its_components_compute_the_same_samples_on_all_ranks() -> None:
     profile, cluster = shared(), presets.load("4090-pcie-4")
     first, *blocks, last = profile.graph.components
-    small = {"parameter_bytes": 4096, "largest_parameter_bytes": 4096, "output_bytes_per_sample": 1e5, "split": None}
-    blocks = [replace(b, **small, flops_per_sample=1e11) for b in blocks]
+    blocks = [
+        replace(
+            b, parameter_bytes=4096, largest_parameter_bytes=4096, output_bytes_per_sample=1e5, split=None,
+            flops_per_sample=1e11,
+        )
+        for b in blocks
+    ]  # fmt: skip
     first, last = replace(first, output_bytes_per_sample=1e5), replace(last, flops_per_sample=1e6)
     graph = replace(profile.graph, components=(first, *blocks, last))
     profile = estimate(graph, cluster.device, model_spec="shared", model_fingerprint="0" * 16, max_degree=4)

@@ -120,8 +120,8 @@ def plan(
         start=begin,
         budget=budget,
     )
-    found, known = outcome, outcome.best or (simplest.candidate if simplest else None)
-    if known is not None and (other := retied(prices, known, pins)).key != known.key:
+    found, first = outcome, outcome.best or (simplest.candidate if simplest else None)
+    if first is not None and (other := retied(prices, first, pins)).key != first.key:
         outcome = replace(outcome, best=other)
     chosen, notes = _choose(prices, outcome, simplest)
     replicas = next((r for r in eligible if r.name == "ddp"), None)

@@ -67,8 +67,10 @@ def retied(prices: Prices, candidate: Candidate, allowed: Allowed) -> Candidate:
     data degree: more ranks compute the same samples, and fewer sum its gradient."""
     space, m, best = prices.space, candidate.num_microbatches, candidate
     tied = [i for i, c in enumerate(space.profile.graph.components) if c.tied]
-    now = candidate.ways[tied[0]].layout if tied else None
-    for degree in divisors(now.data)[:-1] if now else ():
+    if not tied:
+        return candidate
+    now = candidate.ways[tied[0]].layout
+    for degree in divisors(now.data)[:-1]:
         layout = replace(now, data=degree, tensor=1, sequence=False)
         offered = {i: [w for w in space.ways_on_any(i, layout) if allowed(i, w)] for i in tied}
         if not all(offered.values()) or not all(space.enough(i, layout, m) for i in tied):
