@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import known_models
 import nouns
@@ -60,6 +61,19 @@ def test_pins_to_degrees_of_different_stages_are_planned_as_well_as_can_be(pins)
     best = min(prices.of(x).cost.total_s for x in pinned_pipelines(space))
     assert found.certificate.lower_bound_s <= best * (1 + 1e-9)
     assert found.prediction.step_time_s <= best * (1 + 1e-9)
+
+
+def test_a_model_of_one_component_is_planned_with_a_pin_that_does_not_suit_one_rank():
+    whole = nouns.profile()
+    only = whole.graph.components[-1]  # its gradients take long, so one rank is faster
+    profile = replace(
+        whole, graph=replace(whole.graph, components=(only,)), whole=(), skipped=(),
+        timings=tuple(t for t in whole.timings if t.component == only.name),
+        updates=tuple(u for u in whole.updates if u.component == only.name),
+    )  # fmt: skip
+    request = Request(gpus=4, global_batch=2, pins=(parse_pin(f"{only.name}=replicate@2"),), prefer_simple=False)
+    (found,) = plan(profile, nouns.cluster(4), STRATEGIES, request)
+    assert (found.components[0].data.strategy, found.components[0].data.degree) == ("replicate", 2)
 
 
 def test_what_is_kept_out_of_a_stage_fits_none_of_its_width():

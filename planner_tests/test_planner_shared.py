@@ -7,7 +7,8 @@ from dataclasses import replace
 import known_models
 
 from asa.cost.machine import presets
-from asa.ir.plan import DataDegree
+from asa.cost.machine.estimate import estimate
+from asa.ir.plan import ONE_COPY, DataDegree
 from asa.ir.profile import Profile
 from asa.planner import Request, plan, verify
 from asa.strategies import offered
@@ -34,3 +35,23 @@ def test_with_fewer_samples_than_devices_no_state_of_a_shared_parameter_is_kept_
         other = replace(found, components=(replace(first, data=DataDegree(strategy=strategy, degree=2)), *others))
         assert verify(other, profile, cluster, offered()).step_time_s >= found.certificate.lower_bound_s
     assert "components that share a parameter" in found.certificate.space
+
+
+def test_where_summing_a_shared_gradient_takes_long_its_components_compute_the_same_samples_on_all_ranks() -> None:
+    profile, cluster = shared(), presets.load("4090-pcie-4")
+    first, *blocks, last = profile.graph.components
+    blocks = [
+        replace(
+            b, parameter_bytes=4096, largest_parameter_bytes=4096, output_bytes_per_sample=1e5, split=None,
+            flops_per_sample=1e11,
+        )
+        for b in blocks
+    ]  # fmt: skip
+    first, last = replace(first, output_bytes_per_sample=1e5), replace(last, flops_per_sample=1e6)
+    graph = replace(profile.graph, components=(first, *blocks, last))
+    profile = estimate(graph, cluster.device, model_spec="shared", model_fingerprint="0" * 16, max_degree=4)
+    request = Request(gpus=4, global_batch=16, optimizer="adamw", prefer_simple=False, time_limit_s=0.5)
+    found = plan(profile, cluster, offered(), request)[0]
+    tied, *others = found.components
+    assert (tied.data, others[-1].data) == (ONE_COPY, ONE_COPY)
+    assert {c.data.degree for c in others[:-1]} == {4}

@@ -27,7 +27,7 @@ from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
 from asa.planner.space.baselines import check_request, requested_discipline
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.nearest import single_changes, start
+from asa.planner.space.nearest import retied, single_changes, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.stage.problem import MS
@@ -120,6 +120,9 @@ def plan(
         start=begin,
         budget=budget,
     )
+    found, first = outcome, outcome.best or (simplest.candidate if simplest else None)
+    if first is not None and (other := retied(prices, first, pins)).key != first.key:
+        outcome = replace(outcome, best=other)
     chosen, notes = _choose(prices, outcome, simplest)
     replicas = next((r for r in eligible if r.name == "ddp"), None)
     if chosen is None:
@@ -130,7 +133,7 @@ def plan(
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     unlike = sorted({c.key: c for c in candidates}.values(), key=lambda c: prices.of(c).cost.total_s)
     if request.top_k > 1:
-        candidates += next_best(prices, outcome, request.top_k - 1, request.time_limit_s)
+        candidates += next_best(prices, found, request.top_k - 1, request.time_limit_s)
         candidates += single_changes(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)

@@ -11,7 +11,7 @@ from itertools import islice
 from asa.cost.pricing import Way
 from asa.planner import clock
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import Allowed, Space
+from asa.planner.space.space import Allowed, Space, divisors
 
 _FEW = 3
 """Number of fitting plans among which the fastest is taken; known plans come fastest first."""
@@ -60,6 +60,27 @@ def single_changes(prices: Prices, candidate: Candidate, allowed: Allowed, count
                         yield price.cost.total_s, i, changed_plan
 
     return [changed_plan for _, _, changed_plan in heapq.nsmallest(count, changed(), key=lambda x: x[:2])]
+
+
+def retied(prices: Prices, candidate: Candidate, allowed: Allowed) -> Candidate:
+    """The fastest plan that fits among ``candidate`` and those in which components that share a parameter have a lower
+    data degree: more ranks compute the same samples, and fewer sum its gradient."""
+    space, m, best = prices.space, candidate.num_microbatches, candidate
+    tied = [i for i, c in enumerate(space.profile.graph.components) if c.tied]
+    if not tied:
+        return candidate
+    now = candidate.ways[tied[0]].layout
+    for degree in divisors(now.data)[:-1]:
+        layout = replace(now, data=degree, tensor=1, sequence=False)
+        offered = {i: [w for w in space.ways_on_any(i, layout) if allowed(i, w)] for i in tied}
+        if not all(offered.values()) or not all(space.enough(i, layout, m) for i in tied):
+            continue
+        changed = replace(candidate, origin="asa")
+        for i in tied:
+            changed = changed.with_way(i, min(offered[i], key=partial(difference, candidate.ways[i])))
+        fitting = (x for x in (changed.with_way(tied[0], w) for w in offered[tied[0]]) if prices.fits(x))
+        best = min((best, *fitting), key=lambda x: prices.of(x).cost.total_s)
+    return best
 
 
 def _cut_alike(space: Space, candidate: Candidate) -> Space:

@@ -139,6 +139,10 @@ class Space:
         tied = self.profile.graph.components[index].tied
         if tied and layout.data != self.shared(layout, num_microbatches):
             return ()
+        return self.ways_on_any(index, layout)
+
+    def ways_on_any(self, index: int, layout: Layout) -> tuple[Way, ...]:
+        """Every way of component ``index`` in ``layout``; one that shares a parameter may have any data degree."""
         key = (self.profile.graph.like[index], layout, self.offloading)
         if key not in self._ways:
             self._ways[key] = tuple(self._every_way(index, layout))
@@ -351,7 +355,8 @@ class Space:
             )
         if self._tied:
             parts.append(
-                "components that share a parameter have the largest data degree that leaves each rank a sample"
+                "components that share a parameter have the largest data degree that leaves each rank a sample; lower "
+                "degrees are tried in the plan found only"
             )
         if self.request.pins:
             parts.append("pins " + " ".join(str(p) for p in self.request.pins))

@@ -43,8 +43,8 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
 
 
 def begins(*keys: Any) -> Any:
-    """Indices at which a new group begins, in rows that are sorted by these keys."""
-    return np.flatnonzero(np.r_[True, np.any([np.diff(key) != 0 for key in keys], axis=0)])
+    """Indices at which a new group begins, in rows that are sorted by these keys; none where there are no rows."""
+    return np.flatnonzero(np.r_[True, np.any([np.diff(key) != 0 for key in keys], axis=0)])[: len(keys[0])]
 
 
 def lowest(bounds: Any, most: int) -> tuple[Any, float]:
