@@ -6,7 +6,7 @@ import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from asa.api.job.loss import LossWeight, copied
 from asa.api.job.schedules import Schedules
 from asa.api.job.validation import Metric
 from asa.api.loop.parallelize import SEVERAL, cache_folder, find_call, find_written, kept_whole
-from asa.api.messages import say
+from asa.api.messages import naming_arguments, say
 from asa.api.model.coupling import CHANGED, Scored, changes_inputs, coupled, fewest_rows, warning_of
 from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
@@ -40,7 +40,7 @@ from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
-from asa.errors import AsaError, UsageError, WorkersFailedError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatches_of
@@ -76,6 +76,7 @@ class Job:
     ``split``. A step is one batch of the loader, as on one device: its samples, its order, one update.
     """
 
+    @naming_arguments()
     def __init__(
         self,
         model: nn.Module,
@@ -167,8 +168,7 @@ class Job:
         late, context.votes.announced = latecomer() is not None, []
         self._stack = ExitStack()
         if out is not None and not late:  # before minutes of profiling
-            with _in_words_of_python():
-                context.votes.once(partial(check_run, Path(out), resume=resume))
+            context.votes.once(partial(check_run, Path(out), resume=resume))
         self._replan = replan
         self._loop: Loop | None = None
         votes = context.votes
@@ -249,10 +249,9 @@ class Job:
         self._log: RunLog | None = None
         self._on_event = on_event if context.rank == 0 else None
         if out is not None:
-            with _in_words_of_python():
-                votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
-                if resume and not late:
-                    resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
+            votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
+            if resume and not late:
+                resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
             self._log = RunLog(Path(out)) if context.rank == 0 else None
         self._executor = UserExecutor(
             chosen,
@@ -345,7 +344,7 @@ class Job:
         and has records only from there on.
         """
         executor = self._executor
-        with others_may_leave(), executor.stop.listening():
+        with naming_arguments(), others_may_leave(), executor.stop.listening():
             if not executor.entered and not executor.enter():
                 return
             executor.advance()
@@ -376,6 +375,7 @@ class Job:
             return None
         return cost_model(self._origins, self._options)
 
+    @naming_arguments()
     def save(self) -> Path:
         """Commit a checkpoint now (collective); returns its path.
 
@@ -395,16 +395,6 @@ class Job:
         """Destroy the plan's process groups and release the folder (collective)."""
         self._executor.close()
         self._stack.close()
-
-
-@contextmanager
-def _in_words_of_python() -> Iterator[None]:
-    """Context in which an error names arguments of :class:`Job` in place of options of ``asa train``."""
-    try:
-        yield
-    except AsaError as error:
-        error.args = (str(error).replace("--resume", "resume=True").replace("--out", "out"),)
-        raise
 
 
 def _seconds(save_every: float | str | None) -> float | None:

@@ -85,7 +85,7 @@ def agreed_plan(
     agreed = codec.loads(Plan, text, source="the plan from rank 0")
     if context.rank == 0:
         for line in _notes_on(agreed, options):
-            warnings.warn(line, stacklevel=3)
+            warnings.warn(line, stacklevel=4)
     return agreed, None if result is None else result[1]
 
 
