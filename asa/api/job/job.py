@@ -76,7 +76,6 @@ class Job:
     ``split``. A step is one batch of the loader, as on one device: its samples, its order, one update.
     """
 
-    @naming_arguments()
     def __init__(
         self,
         model: nn.Module,
@@ -168,7 +167,8 @@ class Job:
         late, context.votes.announced = latecomer() is not None, []
         self._stack = ExitStack()
         if out is not None and not late:  # before minutes of profiling
-            context.votes.once(partial(check_run, Path(out), resume=resume))
+            with naming_arguments():
+                context.votes.once(partial(check_run, Path(out), resume=resume))
         self._replan = replan
         self._loop: Loop | None = None
         votes = context.votes
@@ -249,32 +249,34 @@ class Job:
         self._log: RunLog | None = None
         self._on_event = on_event if context.rank == 0 else None
         if out is not None:
-            votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
-            if resume and not late:
-                resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
+            with naming_arguments():
+                votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
+                if resume and not late:
+                    resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
             self._log = RunLog(Path(out)) if context.rank == 0 else None
-        self._executor = UserExecutor(
-            chosen,
-            builder,
-            settings,
-            rebinding=rebinding,
-            data=UserData(
-                batches=batches,
-                split=divide,
-                validation=validation,
-                loss_fn=loss_fn,
-                weight=weight,
-                metric=metric,
-                changed=changed,
-            ),
-            context=context,
-            announce=self._announce,
-            folder=None if out is None else Path(out) / CHECKPOINTS,
-            run=str(votes.tell(secrets.token_hex(4))),
-            schedules=schedules,
-            max_norm=max_norm,
-            needs=needs,
-        )
+        with naming_arguments():
+            self._executor = UserExecutor(
+                chosen,
+                builder,
+                settings,
+                rebinding=rebinding,
+                data=UserData(
+                    batches=batches,
+                    split=divide,
+                    validation=validation,
+                    loss_fn=loss_fn,
+                    weight=weight,
+                    metric=metric,
+                    changed=changed,
+                ),
+                context=context,
+                announce=self._announce,
+                folder=None if out is None else Path(out) / CHECKPOINTS,
+                run=str(votes.tell(secrets.token_hex(4))),
+                schedules=schedules,
+                max_norm=max_norm,
+                needs=needs,
+            )
         give_back_freed_memory()  # tracing used much memory
         if resumed_from is not None:
             self._executor.restore(*resumed_from)
@@ -325,7 +327,7 @@ class Job:
     def train_step(self, batch: Any = None) -> float:
         """Make one update on a global batch, the same on every rank, or on the loader's next; returns its mean loss
         (collective)."""
-        with others_may_leave():
+        with naming_arguments(), others_may_leave():
             return self._executor.train_step(batch)
 
     def run(self, epochs: int) -> list[EpochRecord]:
@@ -344,11 +346,11 @@ class Job:
         and has records only from there on.
         """
         executor = self._executor
-        with naming_arguments(), others_may_leave(), executor.stop.listening():
+        with others_may_leave(), executor.stop.listening():
             if not executor.entered and not executor.enter():
                 return
             executor.advance()
-            with concluded(self._log):
+            with concluded(self._log), naming_arguments():
                 while True:
                     rounds = range(executor.next_epoch, epochs)
                     try:
@@ -375,7 +377,6 @@ class Job:
             return None
         return cost_model(self._origins, self._options)
 
-    @naming_arguments()
     def save(self) -> Path:
         """Commit a checkpoint now (collective); returns its path.
 
@@ -383,7 +384,8 @@ class Job:
             UsageError: the job has no folder. UnavailableError: it cannot be written.
         """
         self.model.meet("job.save()", within_s=MEETING_S)
-        return self._executor.commit()
+        with naming_arguments():
+            return self._executor.commit()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""

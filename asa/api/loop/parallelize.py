@@ -18,7 +18,7 @@ from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.loop.closures import follow_closures
 from asa.api.loop.distributed_loader import DistributedLoader
 from asa.api.loop.process_counts import tell_of_process_counts
-from asa.api.messages import naming_arguments, say
+from asa.api.messages import say
 from asa.api.model.coupling import (
     CHANGED,
     changes_inputs,
@@ -68,7 +68,6 @@ NUMBERS = "there is a Python number in its output, which may be another for othe
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
-@naming_arguments()
 def parallelize(
     model: nn.Module,
     optimizer: Optimizer,
@@ -167,7 +166,7 @@ def parallelize(
         model.to(context.device)
         if not launched():
             warnings.warn(
-                "1 process: nothing is spread; start several with torchrun --nproc-per-node N SCRIPT", stacklevel=3
+                "1 process: nothing is spread; start several with torchrun --nproc-per-node N SCRIPT", stacklevel=2
             )
         undistributed = DistributedModel(None, context, origin=model)
         return undistributed, optimizer, DistributedLoader(batches, undistributed)
