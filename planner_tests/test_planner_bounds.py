@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -238,7 +239,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_copy_ends_with_the_process_that_made_it():
     # It holds the output open, so this returns when it has ended, too.
-    subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, check=False, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 @pytest.mark.parametrize("cluster", ["a100-nvlink-8", "h100-2x8-ib", "3090-pcie-8", "t4-8x1-25g-tcp"])
