@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
-from asa.errors import UsageError
+from asa.api.messages import in_python
+from asa.errors import InfeasibleError, UsageError
 
 
 def _program() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -91,3 +92,28 @@ def test_what_is_no_model_or_optimizer_is_named() -> None:
         asa.Job(net, opt, loader, "cross_entropy")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="model is a torch"):
         asa.plan("resnet18", gpus=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("try --global-batch 16 or --gpus 3", "try batch_size=16 or --nproc-per-node 3"),
+        ("plan with --strategies local_sgd:period=4", "plan with strategies='local_sgd:period=4'"),
+        ("choose --device cpu, or another --out.", "choose device='cpu', or another out."),
+        ("plan again with --memory 1.5, then --resume", "plan again with memory_bytes=1610612736, then resume=True"),
+        ("lower the learning rate with --lr, or wait", "lower the learning rate of the optimizer, or wait"),
+        ("run `asa cluster measure --gpus 4`", "run `asa cluster measure --gpus 4`"),
+        ("docker run --shm-size=1g; torchrun --standalone", "docker run --shm-size=1g; torchrun --standalone"),
+    ],
+)
+def test_a_message_names_what_a_program_can_give(said: str, words: str) -> None:
+    assert in_python(said) == words
+
+
+def test_a_request_that_has_no_plan_names_arguments_of_the_call() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        _planned(memory_bytes=2**20)
+    assert "try " in str(caught.value)
+    assert "--" not in str(caught.value)
+    with pytest.raises(UsageError, match="lower gpus, name a larger cluster"):
+        asa.plan(nouns.profile(), gpus=64, cluster=nouns.cluster())

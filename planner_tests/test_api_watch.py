@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from io import StringIO
 from typing import Any
@@ -160,3 +162,20 @@ def test_the_slow_rank_is_named(slow_from: int | None, observe: bool) -> None:
         assert "rank 1 takes" in lines[0]
     else:
         assert lines == []
+
+
+_READ = """
+import torch
+from asa.api.losses.tape import Watched
+loss = (torch.ones((), requires_grad=True) * 2).as_subclass(Watched)
+print(float(loss))
+"""
+
+
+def test_a_warning_of_torch_names_the_line_of_the_program(tmp_path):
+    (tmp_path / "own.py").write_text(_READ)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "always"}
+    command = [sys.executable, str(tmp_path / "own.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "2.0\n"
+    assert not done.stderr or "own.py:5: UserWarning: Converting a tensor" in done.stderr

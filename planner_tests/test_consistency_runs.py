@@ -171,13 +171,18 @@ def test_weights_that_do_not_fit_into_shared_memory_are_refused(tmp_path, monkey
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    shared = tmp_path / "shm"
-    shared.mkdir()
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr("asa.executor.consistency.hogwild._SHARED_MEMORY", shared)
-    with pytest.raises(UnavailableError, match=r"no memory in \S+ for \d+ weights .*: No space left on device"):
+    with pytest.raises(UnavailableError, match=r"no memory for \d+ weights .*: No space left on device"):
         run(under("hogwild", 2), tmp_path / "run")
-    assert not list(shared.iterdir())
+
+
+def test_shared_weights_have_no_file_that_a_killed_rank_could_leave_behind(tmp_path, monkeypatch):
+    def unnamed(*_, **__):
+        raise AssertionError("a file with a name was made")
+
+    monkeypatch.setattr("tempfile.mkstemp", unnamed)
+    events = run(under("hogwild", 2), tmp_path, epochs=1)
+    assert [e["epoch"] for e in of(events, "epoch")] == [0]
 
 
 def test_a_request_to_stop_that_only_a_server_got_is_answered_after_the_epoch(tmp_path, monkeypatch):

@@ -41,28 +41,43 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Put:
     return put
 
 
-def _asked() -> None:
+def _asked(number: int = signal.SIGTERM) -> None:
     # The main thread itself: beside this test the process may have threads that do not hold the signal back.
-    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    signal.pthread_kill(threading.get_ident(), number)
 
 
-def _end_this(_: object = None) -> None:
-    _asked()
+def _end_this(_: object = None, number: int = signal.SIGTERM) -> None:
+    _asked(number)
     time.sleep(10)
 
 
-def test_a_request_to_end_is_a_document_and_the_code_of_a_shell(probe, capsys):
-    probe(_end_this)
+ENDING = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+
+
+@ENDING
+def test_a_request_to_end_is_a_document_and_the_code_of_a_shell(probe, capsys, number):
+    probe(lambda _: _end_this(number=number))
     assert entry.run(["probe", "--json"]) == 143
-    said = capsys.readouterr()
-    assert json.loads(said.out) == {
-        "schema_version": 1, "kind": "error", "exit_code": 143, "error": "terminated by SIGTERM"
-    }  # fmt: skip
-    assert said.err == "asa: terminated by SIGTERM\n"
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    said, why = capsys.readouterr(), f"terminated by {signal.Signals(number).name}"
+    assert json.loads(said.out) == {"schema_version": 1, "kind": "error", "exit_code": 143, "error": why}
+    assert said.err == f"asa: {why}\n"
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_ranks_end_with_the_command_that_waits_for_them(probe, capsys):
+@ENDING
+def test_training_that_is_asked_to_end_before_it_has_begun_says_that_nothing_is_lost(probe, monkeypatch, number):
+    probe(lambda _: None)
+    monkeypatch.setattr(signals, "begun", False)
+    monkeypatch.setitem(verbs.VERBS, "train", verbs.VERBS["probe"])
+    monkeypatch.setattr(entry, "dispatch", lambda *_: _end_this(number=number))
+    assert entry.run(["train", "plan.json"]) == 75
+    assert entry.run(["train", "--rehearse", "x"]) == 143
+    monkeypatch.setattr(signals, "begun", True)
+    assert entry.run(["train", "plan.json"]) == 143
+
+
+@ENDING
+def test_ranks_end_with_the_command_that_waits_for_them(probe, capsys, number):
     from asa.launch import run_ranks, tell
 
     pids: list[int] = []
@@ -74,7 +89,7 @@ def test_ranks_end_with_the_command_that_waits_for_them(probe, capsys):
     def hear(_: int, pid: int) -> None:
         pids.append(pid)
         if len(pids) == 2:
-            _asked()
+            _asked(number)
 
     probe(lambda _: run_ranks(2, rank, threads=1, on_message=hear))
     assert entry.run(["probe", "--json"]) == 143
@@ -148,6 +163,28 @@ def _stopped_early(folder: Path, *words: str, fault: str, sign: str) -> tuple[in
     finally:
         process.kill()
     return process.returncode, output, errors
+
+
+_EARLY = """
+import os, signal, sys
+from asa import cli
+from asa.cli import heap
+sys.argv = sys.orig_argv = ["asa", "{command}", "--json"]
+def start_again(*_):
+    os.kill(os.getpid(), {number})
+    for number in signal.sigpending() - {{{number}}}:
+        sys.exit(f"{{number}} is held back")
+heap.start_again = start_again
+cli.main()
+"""
+
+
+@ENDING
+@pytest.mark.parametrize(("command", "code"), [("plan", 143), ("train", 75)])
+def test_a_request_to_end_a_command_that_has_just_started_is_a_document(number, command, code):
+    source = _EARLY.format(number=int(number), command=command)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (code, code), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -543,11 +543,11 @@ def test_a_quota_of_processor_time_is_a_number_of_cores(
     monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
     monkeypatch.setattr(control_groups, "OWN_GROUPS", own)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-    devices._cores_of_quota.cache_clear()
+    control_groups.cores.cache_clear()
     try:
         assert devices.usable_cores() == cores
     finally:
-        devices._cores_of_quota.cache_clear()
+        control_groups.cores.cache_clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinities here")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 
 import joint_oracle
@@ -15,6 +20,7 @@ from random_pipelines import RandomPipelines
 
 from asa.cost.machine import presets
 from asa.cost.pipeline import StageTimes, makespan
+from asa.ir import control_groups
 from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.parallel import Forked, can_fork
@@ -198,7 +204,43 @@ def test_a_copy_that_comes_to_grief_is_made_up_for():
     began.append(1)
     assert found.result() == 7
     Forked(lambda: list(range(10**7)), fork=True).stop()
-    assert can_fork() in (False, True)
+
+
+def test_work_is_done_here_where_the_system_has_no_open_file_left(monkeypatch):
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", none_left)
+    found = Forked(lambda: 7, fork=True)
+    assert found.has_ended()
+    assert found.result() == 7
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinities here")
+def test_a_copy_needs_time_of_a_second_core(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for quota in (8, 1):
+        monkeypatch.setattr(control_groups, "cores", lambda quota=quota: quota)
+        assert can_fork() == (quota > 1)
+
+
+_KILLED = """
+import os, signal
+from asa.planner.parallel import Forked
+source, sink = os.pipe()
+Forked(lambda: (os.write(sink, b"began"), signal.pause()), fork=True)
+os.read(source, 5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_copy_ends_with_the_process_that_made_it():
+    # It holds the output open, so this returns when it has ended, too.
+    done = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, check=False, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 @pytest.mark.parametrize("cluster", ["a100-nvlink-8", "h100-2x8-ib", "3090-pcie-8", "t4-8x1-25g-tcp"])

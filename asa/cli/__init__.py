@@ -13,8 +13,10 @@ def main() -> None:
 
     from asa.cli.interrupts import interrupted
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))  # until a command knows how it ends
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # it was blocked if this program was started again
     try:
         code = _run()
     except KeyboardInterrupt:  # once more while a command ends

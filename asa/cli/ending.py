@@ -1,17 +1,18 @@
 """Handling of Ctrl-C, and of SIGTERM, as Slurm, Kubernetes and ``timeout`` send it: a command without state to save
 ends like after Ctrl-C. Its ranks are killed, and with --json a document reports the end; a second signal ends it at
-once."""
+once. SIGHUP, by which a closed terminal ends a command, is handled as SIGTERM."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from asa.cli.interrupts import interrupted
+from asa.errors import PreemptedError
 from asa.launch import signals
 
 EXIT_CODE = 128 + signal.SIGTERM
@@ -19,12 +20,21 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """Raised by SIGTERM. Like KeyboardInterrupt it is not an error that other code should handle."""
+    """Raised by SIGTERM and SIGHUP. Like KeyboardInterrupt it is not an error that other code should handle."""
 
 
 INTERRUPTED = "interrupted", 130
-TERMINATED = "terminated by SIGTERM", EXIT_CODE
-"""What is printed, and the exit code, behind Ctrl-C and SIGTERM."""
+"""What is printed, and the exit code, behind Ctrl-C."""
+
+
+def terminated(number: int, argv: Sequence[str]) -> tuple[str, int]:
+    """What is printed, and the exit code, behind the signal ``number`` to the command ``argv``: ``asa train`` that has
+    not begun a step has nothing to save."""
+    saves = argv[:1] == ["train"] and not any(word.startswith("--rehearse") for word in argv)
+    if saves and not signals.begun:
+        return signals.NOTHING_TO_SAVE, PreemptedError.exit_code
+    return f"terminated by {signal.Signals(number).name}", EXIT_CODE
+
 
 End = Callable[[str, int], object]
 """Prints a line (and with --json a document) that the process ends, with an exit code."""
@@ -64,54 +74,63 @@ def _end_import(frame: FrameType | None, end: End, message: str, code: int) -> N
 
 
 @contextmanager
-def terminable(end: End) -> Iterator[None]:
-    """Context in which SIGTERM raises :class:`Terminated`, unless it is already handled or ignored. While a module is
-    imported it ends the process at once, behind ``end``. Processes forked here are ended by it as usual."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield  # only the main thread may set handlers
-        return
+def terminable(end: End, argv: Sequence[str] = ()) -> Iterator[None]:
+    """Context in which SIGTERM and SIGHUP raise :class:`Terminated`, which holds the number of the signal, unless they
+    are already handled or ignored. While a module is imported they end the process at once, behind ``end``, as the
+    command ``argv``. Processes forked here are ended by them as usual."""
+    main = threading.current_thread() is threading.main_thread()  # only this thread may set handlers
+    handled = [n for n in signals.ENDING if main and signal.getsignal(n) == signal.SIG_DFL]
     owner = os.getpid()
 
     def answer(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
         if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        _end_import(frame, end, *TERMINATED)
-        raise Terminated
+        for each in handled:  # both the shell and the kernel send SIGHUP
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+        if number == signal.SIGHUP:
+            signals.leave_terminal()
+        _end_import(frame, end, *terminated(number, argv))
+        raise Terminated(number)
 
-    signal.signal(signal.SIGTERM, answer)
+    for number in handled:
+        signal.signal(number, answer)
     try:
+        signals.take_sigterm()  # since the start of the program it was held back
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def left_to_ranks(launched: bool) -> Iterator[None]:
-    """Context in which SIGTERM is left to the ranks, which save first; a second one ends everything at once, without
-    output. If this process is a rank that a launcher started (``launched``), it is held back until the others run, too.
-    Otherwise it raises :class:`Terminated` before ranks have begun, because there is nothing to save, and is noted in
-    :data:`asa.launch.signals.missed` while they are started again.
+    """Context in which SIGTERM and SIGHUP are left to the ranks, which save first; a second SIGTERM ends everything at
+    once, without output. If this process is a rank that a launcher started (``launched``), they are held back until the
+    others run, too. Otherwise they raise :class:`Terminated` before ranks have begun, because there is nothing to save,
+    and are noted in :data:`asa.launch.signals.missed` while they are started again.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    handled = threading.current_thread() is threading.main_thread() and callable(before)
+    main = threading.current_thread() is threading.main_thread()
+    before = {n: h for n in signals.ENDING if main and callable(h := signal.getsignal(n))}
 
-    def answer(_number: int, _frame: object) -> None:
+    def answer(number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            signals.leave_terminal()
         if not signals.begun:
-            raise Terminated
+            raise Terminated(number)
         signals.missed = True
 
     signals.missed = False
-    if launched or not handled:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    if handled:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if launched else answer)
+    if launched or signal.SIGTERM not in before:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals.ENDING)
+    for number in before:
+        signal.signal(number, signal.SIG_DFL if launched else answer)
     try:
         yield
     finally:
-        if handled:
-            signal.signal(signal.SIGTERM, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.ENDING)
         if signals.missed:
             signals.missed = False
             signal.raise_signal(signal.SIGTERM)

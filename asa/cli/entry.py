@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         return _end(console, message, code, debug)
 
     try:
-        with console.keeping_stdout(), _quiet_libraries(debug), ending.terminable(end), ending.interruptible(end):
+        with console.keeping_stdout(), _quiet_libraries(debug), ending.terminable(end, argv), ending.interruptible(end):
             try:
                 code = dispatch(argv, console) or 0
             except SystemExit as stop:  # argparse, after --help
@@ -58,8 +58,8 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         message, code = ending.INTERRUPTED
         return end(str(interrupt) or message, code)
-    except ending.Terminated:
-        return end(*ending.TERMINATED)
+    except ending.Terminated as request:
+        return end(*ending.terminated(request.args[0], argv))
     except AsaError as error:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:

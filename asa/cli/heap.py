@@ -10,6 +10,7 @@ hence the restart (docs/decisions/0014).
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +25,9 @@ def start_again(words: Sequence[str]) -> None:
     """If ``words`` are a command that trains and a setting is missing, replace this process by one with it."""
     if not words or words[0] not in TRAINING or sys.orig_argv[-len(words) :] != list(words):
         return  # called from another program, whose own start would be repeated
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # Ctrl-C while Python starts would print a traceback
     start_program_again()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 
 def start_program_again() -> None:

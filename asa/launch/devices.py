@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
 import os
 import platform
 import re
@@ -31,24 +28,8 @@ def usable_cores() -> int:
     if _shared is not None:
         return _shared
     if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), _cores_of_quota())
+        return min(len(os.sched_getaffinity(0)), control_groups.cores())
     return os.cpu_count() or 1
-
-
-@functools.cache  # ranks must agree, also if a quota is changed
-def _cores_of_quota() -> int:
-    """Number of cores, rounded up, whose time the control groups of this process may use (``docker run --cpus 2``)."""
-    cores = float(sys.maxsize)
-    for version, folders in control_groups.folders("cpu"):
-        for folder in folders:
-            with contextlib.suppress(OSError, ValueError):  # "max", or a folder that is not there
-                if version == 2:
-                    texts = (folder / "cpu.max").read_text().split()
-                else:
-                    texts = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-                quota, period = map(int, texts)
-                cores = min(cores, quota / period) if quota > 0 else cores
-    return math.ceil(cores)
 
 
 def cpu_name() -> str:

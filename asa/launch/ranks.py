@@ -439,7 +439,7 @@ def _sigterm(crew: _Crew, forward: bool, idle_until_begun: bool) -> Iterator[Non
         crew.signal(signal.SIGTERM)
 
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, answer)}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # it is not ignored, as under nohup
+    if signal.getsignal(signal.SIGHUP) not in (signal.SIG_IGN, None):  # it is not ignored, as under nohup
         before[signal.SIGHUP] = signal.signal(signal.SIGHUP, answer)
     try:
         yield

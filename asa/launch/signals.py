@@ -19,19 +19,20 @@ asked = False
 """Whether ranks that this process started were asked to stop. They may have come to their end before."""
 missed = False
 """Whether SIGTERM came between two starts of the ranks, when there was none to pass it on to."""
-_TERM = {signal.SIGTERM, signal.SIGHUP}
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals by which a command is asked to end."""
 
 
 def hold_sigterm() -> None:
     """Block SIGTERM and SIGHUP, in this thread and processes it starts, until :func:`take_sigterm`."""
     if threading.current_thread() is threading.main_thread():
-        signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
 def take_sigterm() -> None:
     """Unblock SIGTERM and SIGHUP, and deliver one that was held back. Call it when a handler is installed."""
     if threading.current_thread() is threading.main_thread():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 @contextlib.contextmanager

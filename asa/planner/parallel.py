@@ -8,6 +8,7 @@ must end by itself: it has the same time limit as what the search does meanwhile
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import pickle
@@ -20,17 +21,20 @@ import warnings
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
+from asa.ir import control_groups
+
 T = TypeVar("T")
 _CHUNK = 1 << 16
 _SOON_S, _LEAST = 0.0005, 1e-300
 _NUMBER = struct.Struct("@d")
+_PR_SET_PDEATHSIG = 1
 
 
 def can_fork() -> bool:
     """Whether a forked copy of this process can work at the same time."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or "torch" in sys.modules:
         return False
-    return threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
+    return threading.active_count() == 1 and min(len(os.sched_getaffinity(0)), control_groups.cores()) > 1
 
 
 class Forked(Generic[T]):
@@ -40,15 +44,27 @@ class Forked(Generic[T]):
         self._work, self._result = work, list[T]()
         self._pid = self._source = -1
         if fork:
-            self._source, sink = os.pipe()
-            with contextlib.suppress(OSError), warnings.catch_warnings():
+            with contextlib.suppress(OSError):
+                self._fork()
+
+    def _fork(self) -> None:
+        parent = os.getpid()
+        source, sink = os.pipe()
+        try:
+            with warnings.catch_warnings():
                 # Python warns of threads that it did not start: these are numpy's, which survive a fork.
                 warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
                 self._pid = os.fork()
-                if self._pid == 0:
-                    os.close(self._source)
-                    _run_and_write(work, sink)
-            os.close(sink)
+        except OSError:
+            os.close(source)
+            raise
+        finally:
+            if self._pid:
+                os.close(sink)
+        if self._pid == 0:
+            os.close(source)
+            _run_and_write(self._work, sink, parent)
+        self._source = source
 
     def result(self) -> T:
         """The value that ``work`` returned; waits for it."""
@@ -100,12 +116,15 @@ class Exchange:
             time.sleep(_SOON_S)
 
 
-def _run_and_write(work: Callable[[], T], sink: int) -> NoReturn:
-    """Run ``work`` in the forked process and write its pickled result. It never returns, and runs no exit handlers."""
+def _run_and_write(work: Callable[[], T], sink: int, parent: int) -> NoReturn:
+    """Run ``work`` in the process forked by ``parent``, with which it ends, and write its pickled result. It never
+    returns, and runs no exit handlers."""
     status = 1
     try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        data = pickle.dumps(work())
+        data = pickle.dumps(work()) if os.getppid() == parent else b""
         with open(sink, "wb") as out:
             out.write(data)
         status = 0

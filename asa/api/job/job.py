@@ -6,7 +6,7 @@ import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from asa.api.job.loss import LossWeight, copied
 from asa.api.job.schedules import Schedules
 from asa.api.job.validation import Metric
 from asa.api.loop.parallelize import SEVERAL, cache_folder, find_call, find_written, kept_whole
-from asa.api.messages import say
+from asa.api.messages import naming_arguments, say
 from asa.api.model.coupling import CHANGED, Scored, changes_inputs, coupled, fewest_rows, warning_of
 from asa.api.model.distributed_model import check_new
 from asa.api.model.model_interface import MEETING_S
@@ -40,7 +40,7 @@ from asa.api.plans.requests import PlanOptions
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.steps.batches import GlobalBatches
 from asa.api.tensors.names import StateNames
-from asa.errors import AsaError, UsageError, WorkersFailedError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatches_of
@@ -167,7 +167,7 @@ class Job:
         late, context.votes.announced = latecomer() is not None, []
         self._stack = ExitStack()
         if out is not None and not late:  # before minutes of profiling
-            with _in_words_of_python():
+            with naming_arguments():
                 context.votes.once(partial(check_run, Path(out), resume=resume))
         self._replan = replan
         self._loop: Loop | None = None
@@ -249,33 +249,34 @@ class Job:
         self._log: RunLog | None = None
         self._on_event = on_event if context.rank == 0 else None
         if out is not None:
-            with _in_words_of_python():
+            with naming_arguments():
                 votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
                 if resume and not late:
                     resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
             self._log = RunLog(Path(out)) if context.rank == 0 else None
-        self._executor = UserExecutor(
-            chosen,
-            builder,
-            settings,
-            rebinding=rebinding,
-            data=UserData(
-                batches=batches,
-                split=divide,
-                validation=validation,
-                loss_fn=loss_fn,
-                weight=weight,
-                metric=metric,
-                changed=changed,
-            ),
-            context=context,
-            announce=self._announce,
-            folder=None if out is None else Path(out) / CHECKPOINTS,
-            run=str(votes.tell(secrets.token_hex(4))),
-            schedules=schedules,
-            max_norm=max_norm,
-            needs=needs,
-        )
+        with naming_arguments():
+            self._executor = UserExecutor(
+                chosen,
+                builder,
+                settings,
+                rebinding=rebinding,
+                data=UserData(
+                    batches=batches,
+                    split=divide,
+                    validation=validation,
+                    loss_fn=loss_fn,
+                    weight=weight,
+                    metric=metric,
+                    changed=changed,
+                ),
+                context=context,
+                announce=self._announce,
+                folder=None if out is None else Path(out) / CHECKPOINTS,
+                run=str(votes.tell(secrets.token_hex(4))),
+                schedules=schedules,
+                max_norm=max_norm,
+                needs=needs,
+            )
         give_back_freed_memory()  # tracing used much memory
         if resumed_from is not None:
             self._executor.restore(*resumed_from)
@@ -326,7 +327,7 @@ class Job:
     def train_step(self, batch: Any = None) -> float:
         """Make one update on a global batch, the same on every rank, or on the loader's next; returns its mean loss
         (collective)."""
-        with others_may_leave():
+        with naming_arguments(), others_may_leave():
             return self._executor.train_step(batch)
 
     def run(self, epochs: int) -> list[EpochRecord]:
@@ -349,7 +350,7 @@ class Job:
             if not executor.entered and not executor.enter():
                 return
             executor.advance()
-            with concluded(self._log):
+            with concluded(self._log), naming_arguments():
                 while True:
                     rounds = range(executor.next_epoch, epochs)
                     try:
@@ -383,7 +384,8 @@ class Job:
             UsageError: the job has no folder. UnavailableError: it cannot be written.
         """
         self.model.meet("job.save()", within_s=MEETING_S)
-        return self._executor.commit()
+        with naming_arguments():
+            return self._executor.commit()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
@@ -395,16 +397,6 @@ class Job:
         """Destroy the plan's process groups and release the folder (collective)."""
         self._executor.close()
         self._stack.close()
-
-
-@contextmanager
-def _in_words_of_python() -> Iterator[None]:
-    """Context in which an error names arguments of :class:`Job` in place of options of ``asa train``."""
-    try:
-        yield
-    except AsaError as error:
-        error.args = (str(error).replace("--resume", "resume=True").replace("--out", "out"),)
-        raise
 
 
 def _seconds(save_every: float | str | None) -> float | None:

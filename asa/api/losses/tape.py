@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -506,6 +506,11 @@ _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SIZES: Any = (Tensor.__len__, Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
+Number = TypeVar("Number", float, complex)
+_torch_has_warned = False
+"""Whether torch has warned that a tensor with a gradient is read as a number."""
+
+
 class Watched(Tensor):
     """A tensor whose operations are recorded."""
 
@@ -589,6 +594,21 @@ class Watched(Tensor):
                 tape.readings.note()
         return self.as_subclass(Tensor)
 
+    def _scalar(self, kind: Callable[[Tensor], Number]) -> Number:
+        """The value as a Python number. A warning of torch, which gives it once in a process, names the line of the
+        program, as without asa."""
+        global _torch_has_warned
+        value = self._read_out()
+        if _torch_has_warned or not value.requires_grad:
+            return kind(value)
+        _torch_has_warned = True
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            number = kind(value)
+        for each in said:
+            warnings.warn(each.message, stacklevel=3)
+        return number
+
     def _decided(self, frame: Any) -> bool | None:
         """The answer of all ranks, if a loop goes on or a backward is made by that of this tensor; otherwise None."""
         tape = getattr(self, "tape", None)
@@ -615,7 +635,7 @@ class Watched(Tensor):
         return array if dtype is None and not copy else array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __float__(self) -> float:
-        return float(self._read_out())
+        return self._scalar(float)
 
     def __int__(self) -> int:
         return int(self._read_out())
@@ -624,7 +644,7 @@ class Watched(Tensor):
         return self._read_out().__index__()
 
     def __complex__(self) -> complex:
-        return complex(self._read_out())
+        return self._scalar(complex)
 
     def __bool__(self) -> bool:
         frame = sys._getframe(1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import asa
-from asa.api.messages import say
+from asa.api.messages import naming_arguments, say
 from asa.api.plans.planning import (
     device_of,
     known_clusters,
@@ -113,6 +113,7 @@ def _notes_on(plan: Plan, options: PlanOptions) -> list[str]:
     return notes
 
 
+@naming_arguments()
 def _check_request(context: RankContext, options: PlanOptions) -> None:
     """Check requests that must be refused whatever a measurement of links or model would show."""
     pins = tuple(parse_pin(text) for text in options.pins)
@@ -121,6 +122,7 @@ def _check_request(context: RankContext, options: PlanOptions) -> None:
     check_request(named, offered(), request)
 
 
+@naming_arguments()
 def _cluster(context: RankContext, options: PlanOptions) -> Cluster | None:
     """The links; if nothing is known of them, they are measured now between these ranks (collective)."""
     if context.ranks == 1:
@@ -178,6 +180,7 @@ def _measured_cluster(context: RankContext) -> Cluster | None:
     return min(fits, key=lambda c: c.num_devices, default=None)
 
 
+@naming_arguments()
 def _measure_and_plan(
     context: RankContext, model: nn.Module, example: Tensor, options: PlanOptions, cluster: Cluster | None
 ) -> tuple[Plan, Origins]:

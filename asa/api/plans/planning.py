@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asa.api.arguments import check_model, read
+from asa.api.messages import naming_arguments
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec, shipped
 from asa.ir.chips import may_be_alike
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+@naming_arguments(of_plan=True)
 def plan(
     model: nn.Module | Profile,
     example_input: Tensor | None = None,

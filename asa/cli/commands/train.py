@@ -15,9 +15,9 @@ from asa.cli import options as o
 from asa.cli.commands.rehearse import OPTIONS as REHEARSAL
 from asa.cli.commands.rehearse import rehearse
 from asa.cli.console import Console, Report
-from asa.cli.ending import Terminated, left_to_ranks
+from asa.cli.ending import left_to_ranks
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import AsaError, InvalidInputError, NoCheckpointError, PreemptedError, UnavailableError, UsageError
+from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UnavailableError, UsageError
 from asa.executor.training.trackers import NAMES as TRACKERS
 from asa.ir import codec
 from asa.ir.graph import DEPENDS
@@ -45,18 +45,9 @@ def run(args: Arguments, console: Console) -> None:
     """Find the plan, pass it to the executor with the loop over epochs, and print events.
 
     Raises:
-        PreemptedError: SIGTERM; everything is saved, or there is nothing to save.
+        PreemptedError: SIGTERM; everything is saved.
     """
     signals.begun = False
-    try:
-        _run(args, console)
-    except Terminated:
-        if signals.begun or args.rehearse is not None:
-            raise
-        raise PreemptedError(signals.NOTHING_TO_SAVE) from None
-
-
-def _run(args: Arguments, console: Console) -> None:
     # Usually before the slow import of torch, so that errors appear at once.
     path, plan, out = plan_and_folder(args, console)
     if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a settings file applies to all commands and plans

@@ -12,7 +12,6 @@ import os
 import tempfile
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from asa.executor.consistency.server import Raise, lower_momentum, momentum_chan
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class SharedWeights(Conduct):
@@ -61,39 +58,40 @@ class SharedWeights(Conduct):
     def _mapped(self) -> torch.Tensor:
         """Shared memory for all weights, mapped by every worker (collective, except for a process that comes late).
 
-        Its file has no name once all have mapped it. On Linux, a process that comes late finds it as an open file of
-        rank 0.
+        On Linux it is a file without a name, which processes find as an open file of rank 0, and which is gone with the
+        last of them. Elsewhere it has a name until all have mapped it.
         """
         if self._votes.late:
             return self._map(self._votes.stored_value())
         name, error = "", ""
         if self._votes.rank == 0:
             try:
-                handle, name = tempfile.mkstemp(
-                    prefix="asa-hogwild-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-                )
+                if hasattr(os, "memfd_create"):
+                    handle = os.memfd_create("asa-hogwild")
+                    name = f"/proc/{os.getpid()}/fd/{handle}"
+                else:
+                    handle, name = tempfile.mkstemp(prefix="asa-hogwild-")
                 size = self._flat.total * self._flat.parameters[0].element_size()
                 os.truncate(handle, size)
                 if hasattr(os, "posix_fallocate"):  # else the rank that first writes where no memory is left is killed
                     os.posix_fallocate(handle, 0, size)
-                self._votes.store_value(f"/proc/{os.getpid()}/fd/{handle}")
+                self._votes.store_value(name)
                 weakref.finalize(self, os.close, handle)
             except OSError as failure:
                 error = (
-                    f"no memory in {_SHARED_MEMORY} for {self._flat.total} weights that ranks share: "
-                    f"{failure.strerror}; give it more (docker run --shm-size=1g), or train under ps_async"
+                    f"no memory for {self._flat.total} weights that ranks share: {failure.strerror}; let this process "
+                    "have more, or train under ps_async"
                 )
                 if name:
+                    _unlink(name)
                     os.close(handle)
-                    Path(name).unlink(missing_ok=True)
         name, error = self._votes.tell([name, error])
         if error:
             raise UnavailableError(error)
         flat = self._map(name)
         self._votes.gather([0.0])
         if self._votes.rank == 0:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
+            _unlink(name)
         return flat
 
     def _map(self, name: str) -> torch.Tensor:
@@ -124,3 +122,10 @@ class SharedWeights(Conduct):
         """Wait until no worker writes, and average running statistics (collective)."""
         self._votes.gather([0.0])
         average_over_star(self.model, self._votes)
+
+
+def _unlink(name: str) -> None:
+    """Remove the file ``name``, unless it is an open file of a process, which has no other name."""
+    if not name.startswith("/proc/"):
+        with contextlib.suppress(OSError):
+            os.unlink(name)

@@ -1,4 +1,5 @@
-"""Graceful stop: SIGTERM is recorded, and the ranks agree on the step at which they stop."""
+"""Graceful stop: SIGTERM, or SIGHUP from a closed terminal, is recorded, and the ranks agree on the step at which they
+stop."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from asa.executor.model.votes import Votes
-from asa.launch.signals import take_sigterm
+from asa.launch.signals import leave_terminal, take_sigterm
 
 _IMPATIENT_S = 1.0
 """Seconds within which several signals count as one. When a process group is ended, each member gets a signal, and its
@@ -66,6 +67,8 @@ class StopRequest:
 
     def _note(self, number: int, _frame: object) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self.requested and now > self._since + _IMPATIENT_S:
             os._exit(128 + number)  # second request: exit at once without saving
         if not self.requested:
@@ -73,14 +76,17 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Context in which SIGTERM is recorded. Outside the main thread Python allows no handlers, and signals are not
-        noticed."""
+        """Context in which SIGTERM is recorded, and SIGHUP unless the program handles or ignores it. Outside the main
+        thread Python allows no handlers, and signals are not noticed."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = signal.signal(signal.SIGTERM, self._note)
+        before = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._note)}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._note)
         take_sigterm()  # a signal that came while this rank was starting counts
         try:
             yield self
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
