@@ -40,9 +40,9 @@ def watch_registrations(model: DistributedModelBase) -> None:
         for owner in (WeightNorm, SpectralNorm, BasePruningMethod):
             replace_once(owner, "remove", _refused_for_distributed)
         replace_once(parametrize, "remove_parametrizations", _refused_for_distributed)
-        for owner, names in ((nn.ModuleList, ["insert"]), (nn.Sequential, ["insert"]), (nn.ModuleDict, _OF_DICTS)):
+        for kind, names in ((nn.ModuleList, ["insert"]), (nn.Sequential, ["insert"]), (nn.ModuleDict, _OF_DICTS)):
             for name in names:
-                replace_once(owner, name, _without_registration)
+                replace_once(kind, name, _without_registration)
     _models.add(model)
 
 
