@@ -351,15 +351,19 @@ class Growing(nn.Module):
 
 
 def _grown(net: Any, opt: Any, batches: Any) -> State:
-    layer = nn.Linear(8, 8).double()
-    net.stages.append(layer)
-    opt.add_param_group({"params": layer.parameters()})
+    net.stages.append(nn.Linear(8, 8).double())
     return _usual(net, opt, batches)
 
 
-def test_a_layer_that_is_added_to_a_traced_list_is_refused() -> None:
-    for answer in _program(_grown, Growing).spread(["tensor"])["tensor"]:
-        assert "the module 1 of a ModuleList was replaced or tied behind asa.parallelize" in str(answer)
+def _inserted(net: Any, opt: Any, batches: Any) -> State:
+    net.stages.insert(0, nn.Linear(8, 8).double())
+    return _usual(net, opt, batches)
+
+
+@pytest.mark.parametrize(("loop", "what"), [(_grown, "the module 1"), (_inserted, "a module")])
+def test_a_layer_that_is_added_to_a_traced_list_is_refused(loop: Any, what: str) -> None:
+    for answer in _program(loop, Growing).spread(["tensor"])["tensor"]:
+        assert f"{what} of a ModuleList was replaced or tied behind asa.parallelize" in str(answer)
 
 
 def _not_finite(net: Any, opt: Any, batches: Any) -> State:

@@ -23,6 +23,7 @@ _OWN = ("asa.", "torch.distributed", "torch.func", "torch._functorch", "torch.nn
 """Packages that exchange parameters on purpose."""
 PARTS = "asa_parts"
 """Name of the attribute by which a module that was put together for the program's eyes has what it was made of."""
+_OF_DICTS = ["clear", "__delitem__"]
 _models: WeakSet[DistributedModelBase] = WeakSet()
 _hooked: list[bool] = []
 REPLACED = (
@@ -39,6 +40,9 @@ def watch_registrations(model: DistributedModelBase) -> None:
         for owner in (WeightNorm, SpectralNorm, BasePruningMethod):
             replace_once(owner, "remove", _refused_for_distributed)
         replace_once(parametrize, "remove_parametrizations", _refused_for_distributed)
+        for kind, names in ((nn.ModuleList, ["insert"]), (nn.Sequential, ["insert"]), (nn.ModuleDict, _OF_DICTS)):
+            for name in names:
+                replace_once(kind, name, _without_registration)
     _models.add(model)
 
 
@@ -58,6 +62,18 @@ def _module_set(module: nn.Module, name: str, value: Any) -> None:
     grows = before is None and isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     if (grows or before is not None) and before is not value and _is_distributed(module):
         raise UsageError(f"the module {name} of a {type(module).__name__} {REPLACED}")
+
+
+def _without_registration(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, a method of a container that changes its layers without a registration."""
+
+    @wraps(original)
+    def checked(container: nn.Module, *args: Any, **options: Any) -> Any:
+        if _is_distributed(container):
+            raise UsageError(f"a module of a {type(container).__name__} {REPLACED}")
+        return original(container, *args, **options)
+
+    return checked
 
 
 def _refused_for_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
