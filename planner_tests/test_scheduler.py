@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -408,3 +410,34 @@ def test_the_line_of_an_epoch() -> None:
     assert line == "predicted 742 ms a step, measured 751 ms (-1.2 %)"
     assert describe(_measured(_plan(0.0001), 0.00005)) == "predicted 100 us a step, measured 50.0 us (+100.0 %)"
     assert describe(_measured(_plan(1.0), 2.0), 1.9) == "predicted 1.90 s a step, measured 2.00 s (-5.0 %)"
+
+
+def test_a_machine_that_alternates_is_not_followed_where_that_loses_time() -> None:
+    shares = {"asa": (0.5, 0.5), "ddp": (0.8, 0.2)}
+    places = {k: Placement(plan=_plan(max(s), strategy=k), processes=(0, 1)) for k, s in shares.items()}
+
+    def step_s(placement: Placement, slowness: Slowness) -> float:
+        own = shares[placement.plan.strategy]
+        return max(s * math.exp(log) for s, log in zip(own, slowness.ranks, strict=True))
+
+    def expected(plan: Plan, _processes: Any) -> Any:
+        own_s = shares[plan.strategy]
+        return SimpleNamespace(step_s=max(own_s), own_s=own_s, message=lambda _: None, levels=frozenset())
+
+    def best(_placement: Placement, _measured: Measurements, slowness: Slowness) -> list[Placement]:
+        return [min(places.values(), key=lambda p: step_s(p, slowness))]
+
+    model = Promising(places["asa"].plan)
+    model.__dict__.update(step_s=step_s, expected=expected, best=best)
+    decider, current, changes = Decider(model, 2, Policy(rebuild_s=1.0)), places["asa"], 0
+    for window in range(80):
+        slow = window >= 6 and window % 4 < 2  # rank 1 is 4 times as slow in 20 of 40 steps
+        own = [share * (4.0 if slow and rank else 1.0) for rank, share in enumerate(shares[current.plan.strategy])]
+        ranks = tuple(RankTiming(own_s=s, waiting_s=0.0, data_wait_s=0.0) for s in own)
+        measured = dataclasses.replace(_measured(current.plan, max(own), n=10), per_rank=ranks)
+        change = decider.window(current, measured, steps=10, left=10 * (80 - window))
+        if change is not None:
+            current, changes = change.target, changes + 1
+            decider.moved(change, 1.0, 0.0)
+    assert current == places["ddp"]  # 0.8 s in all steps, and not 0.5 s in half of them and 2 s in the other half
+    assert changes <= 5

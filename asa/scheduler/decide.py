@@ -3,9 +3,10 @@
 Another plan is searched for when the factors have changed since the last search. Both plans are priced under the same
 factors, and the gain is their relative difference times the measured step, so a uniform slow-down gives no gain. Since
 it is unknown how long a disturbance will last, a change waits until the time lost so far equals its cost (ski rental:
-at most twice the cost of the best decision in hindsight). It is then made if, over joint draws of the factors, enough
-of what is at stake is time saved over the remaining steps. A change that proves wrong is undone after a trial, which
-limits what it can lose.
+at most twice the cost of the best decision in hindsight). What was lost by leaving the present plan before is added to
+that cost, so a machine that alternates is not followed where that loses time. The change is then made if, over joint
+draws of the factors, enough of what is at stake is time saved over the remaining steps. A change that proves wrong is
+undone after a trial, which limits what it can lose.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asa.scheduler import norms
 from asa.scheduler.cores import Cores
 from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, own_s, sharing_shift, spread, typical
 from asa.scheduler.expected import Expected
-from asa.scheduler.experience import Experience
+from asa.scheduler.experience import Departures, Experience
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, finite, impossible_figures
 from asa.scheduler.lasting import Lasting
@@ -150,6 +151,9 @@ class Decider:
         self._trial: Change | None = None
         self._recent = _Recent(policy.probation_steps)
         self._experience = Experience()
+        self._departures, self._uncompared = Departures(), (0, 0.0)
+        """The second: steps and seconds that are not compared with other plans yet."""
+        self._compared: tuple[Placement, Slowness, list[float]] | None = None
         self._quiet, self._next_quiet = 0, policy.cool_down
         self._latest = self._failed_under = self._changed_under = self._solved
         self._least_lasting = 0
@@ -228,6 +232,7 @@ class Decider:
             slowness = replace(slowness, common=planned.common, ranks=planned.ranks, levels=planned.levels)
         self._note_causes(self.found)
         self._latest = slowness
+        self._compare(current, steps, typical(measured), slowness)
         previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
             return self._review(self._trial, measured, previous_state, left)
@@ -249,6 +254,22 @@ class Decider:
             self._uncounted_steps = steps
             return None
         return self._weigh(current, measured, slowness, steps, left)
+
+    def _compare(self, current: Placement, steps: int, step_s: float, slowness: Slowness) -> None:
+        """Compare ``steps`` steps of ``step_s`` seconds with what they would have taken under the plans that were left.
+        Steps that ``slowness`` does not explain wait: the machine has changed, and it is not known yet how."""
+        if not self._departures.plans:
+            return
+        held, held_s = self._uncompared
+        self._uncompared = held, held_s = held + steps, held_s + steps * step_s
+        if held < 2 * MIN_STEPS and abs(math.log(step_s / self._price(current, slowness))) > _SIMILAR:
+            return
+        self._uncompared, last = (0, 0.0), self._compared
+        if last is None or not same(last[0], current) or slowness.distance(last[1]) > _SAME:
+            self._compared = last = (
+                current, slowness, [self._ratio(p, current, slowness) for p in self._departures.plans],
+            )  # fmt: skip
+        self._departures.ran(current, held_s, last[2])
 
     def _repriced(self, current: Placement, slowness: Slowness) -> bool:
         """Whether the other plan still pays under ``slowness``, which differs little from what it was found for. It is
@@ -422,8 +443,10 @@ class Decider:
                 option, f"{left} steps are left: {seconds(gain_s * left)} to gain for a change of {seconds(cost_s)}"
             )
             return None
-        if option.lost_s < cost_s:
-            self._wait(option, f"a change costs {seconds(cost_s)}, {seconds(option.lost_s)} were lost so far")
+        before_s = self._departures.lost_s(current)
+        if option.lost_s < cost_s + before_s:
+            before = f", leaving this plan before lost {seconds(before_s)}" if before_s else ""
+            self._wait(option, f"a change costs {seconds(cost_s)}{before}, {seconds(option.lost_s)} were lost so far")
             return None
         if option.steps < 2 * option.asked_at:  # the result would hardly differ from the last one
             return None
@@ -539,6 +562,8 @@ class Decider:
         if state_s is None:
             state_s = max(0.0, change.cost_s - self._rebuild_s)
         self._rebuild_s = max(0.0, took_s - state_s)
+        self._departures.moved(change.before, change.target, took_s)
+        self._uncompared, self._compared = (0, 0.0), None
         self.costs.moved()
         for group in self._groups.established:
             self.costs.shift_group(

@@ -1,8 +1,9 @@
-"""What changes of plan were measured to gain, compared with what the prices promised."""
+"""What changes of plan were measured to gain, compared with what the prices promised, and with staying."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asa.interfaces.executor import Placement
@@ -62,3 +63,35 @@ class Experience:
     def penalty(self, placement: Placement) -> float:
         """How much slower than its price a change to ``placement`` made a step, if it was undone."""
         return max((log for p, log in self._penalties if same(p, placement)), default=0.0)
+
+
+@dataclass
+class Departures:
+    """The plans that were left, and the seconds that the run lost since, compared with staying on them: steps that
+    would have been faster, and changes.
+
+    Where the machine alternates, each change comes when its reason is nearly over. A return to a plan makes up for
+    losses by what was gained without it, but what was gained beyond that is no reason to leave it again.
+    """
+
+    plans: list[Placement] = field(default_factory=list)
+    _lost_s: list[float] = field(default_factory=list)
+
+    def lost_s(self, placement: Placement) -> float:
+        """Seconds lost by leaving ``placement`` so far; 0 if it was never left, or that paid."""
+        lost = (s for p, s in zip(self.plans, self._lost_s, strict=True) if same(p, placement))
+        return max(0.0, next(lost, 0.0))
+
+    def ran(self, current: Placement, seconds: float, ratios: Sequence[float]) -> None:
+        """Add ``seconds`` under ``current``; ``ratios``: time of a step under each of ``plans``, relative to it."""
+        for i, (p, ratio) in enumerate(zip(self.plans, ratios, strict=True)):
+            if not same(p, current):
+                self._lost_s[i] += (1 - ratio) * seconds
+
+    def moved(self, before: Placement, target: Placement, took_s: float) -> None:
+        """Add a change from one plan to another that took ``took_s`` seconds."""
+        if not any(same(before, p) for p in self.plans):
+            self.plans.append(before)
+            self._lost_s.append(0.0)
+        back = [same(p, target) for p in self.plans]
+        self._lost_s = [max(0.0, s + took_s) if b else s + took_s for s, b in zip(self._lost_s, back, strict=True)]
