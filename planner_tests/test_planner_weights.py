@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import known_models
 import pytest
@@ -18,6 +19,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
+from asa.ir.profile import Profile
 from asa.planner import Request, explain, plan, verify
 from asa.planner.pipeline.kinds import views, weights
 from asa.planner.pipeline.practice import quickest
@@ -30,6 +32,7 @@ from asa.planner.stage.shares import DividedBounds
 from asa.planner.stage.singles import first_plan, singles
 from asa.strategies import offered
 
+PROFILE = Path(__file__).parent.parent / "profiles" / "resnet50.cpu.fp32.json"
 PROFILES = [known_models.profile(g, 300.0, 64) for g in (known_models.transformer(4, 512), known_models.vgg16())]
 
 
@@ -120,14 +123,15 @@ def test_no_division_that_fits_beats_the_bound_with_memory(rooms) -> None:
     assert bounds == sorted(bounds, reverse=True)
 
 
+@pytest.mark.parametrize("speeds", [(1.0, 0.7, 0.7), (1.0, 1.0, 0.7)], ids=["one", "two"])
 @pytest.mark.parametrize(
     ("cluster", "number"),
     some(product(["t4-pcie-4", "a100-nvlink-8"], (0, 1)), [("t4-pcie-4", 0), ("a100-nvlink-8", 1)]),
 )
-def test_no_components_in_layouts_of_their_own_beat_the_bound(number, cluster) -> None:
+def test_no_components_in_layouts_of_their_own_beat_the_bound(number, cluster, speeds) -> None:
     """Over slow links what is sent between layouts decides, and it is in the bound."""
     profile, rng, links = PROFILES[number], random.Random(1), presets.load(cluster)
-    every = (1.0, 0.7, 0.7, 0.7, *[0.7] * (links.num_devices - 4))
+    every = (*speeds, *[0.7] * (links.num_devices - 3))
     links = replace(links, devices=tuple(RankDevice(name=f"at {s:g}", speed=s) for s in every))
     prices = Prices(Space(profile, links, offered(), Request(gpus=4, global_batch=96)))
     bound, n = free_bound(prices), len(profile.graph)
@@ -300,3 +304,19 @@ def test_weights_of_large_batches_are_rounded_to_what_a_layout_takes() -> None:
     assert Layout(width=32, data=32, tensor=1, weights=cut).weights == cut
     for every in weights(cluster, 32, batch):
         Layout(width=32, data=32, tensor=1, weights=every)
+
+
+def test_times_of_at_least_so_many_samples_never_fall() -> None:
+    """A profile may say that 8 samples take less than 6."""
+    profile = codec.load(Profile, PROFILE)
+    prices = Prices(Space(profile, presets.load("4090-pcie-4"), offered(), Request(gpus=4, global_batch=256)))
+    least, falls = prices.least_times, False
+    for degree in (1, 2, 4):
+        before = None
+        for samples in range(1, 100):
+            true_s = prices._times.passes(samples, degree) * prices._times.whole_ratio(samples)
+            least_s = least.passes(samples, degree)
+            assert (least_s <= true_s * (1 + 1e-12)).all()
+            assert before is None or (least_s >= before * (1 - 1e-3)).all()
+            falls, before = falls or bool((least_s < true_s * 0.9).any()), least_s
+    assert falls

@@ -20,7 +20,7 @@ _ARGUMENTS = {
 """What a program gives in place of an option: an argument of :class:`asa.Job`, of its loader, or the number of
 processes that ``torchrun`` starts."""
 _OF_PLAN = {**_ARGUMENTS, "global-batch": "global_batch", "gpus": "gpus"}
-"""The same for :func:`asa.plan`, which has no loader and no processes."""
+"""What a program gives to :func:`asa.plan`, which has no loader and no processes."""
 _NAMED = "|".join(f"(?<=--{option} )" for option in ("strategies", "precision", "device"))
 _OPTION = re.compile(
     rf"`[^`]*`|--(?P<option>{'|'.join(_ARGUMENTS)})(?![\w-])"

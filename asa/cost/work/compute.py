@@ -102,6 +102,8 @@ class Work:
 _QUANTITIES = tuple(f.name for f in fields(Work))
 _SECONDS, _ERROR, _AMOUNTS = slice(0, 2), 2, slice(3, 7)
 """Rows of arrays with a row for each field of :class:`Work`: passes, their error, and what may be 0."""
+_POINTS = 192
+"""Numbers of samples among which those are that take least."""
 _SPARED, _SAVED, _TRANSIENT, _UNMADE = map(
     _QUANTITIES.index, ("spared_s", "saved_bytes", "transient_bytes", "unmade_bytes")
 )
@@ -386,3 +388,53 @@ def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:
     for timing in sorted(timings, key=lambda t: t.microbatch):
         by_key[timing.component, timing.tensor_degree].append(timing)
     return by_key
+
+
+class LeastTimes(Times):
+    """The least of ``times`` and bytes that so many samples or more take, up to ``most``: they never fall where samples
+    grow. Ratios of whole steps are in them."""
+
+    def __init__(self, times: Times, most: int) -> None:
+        vars(self).update(vars(times))
+        self._of, self._arrays, self._works, self._by_token = times, {}, {}, {}
+        measured = {t.microbatch for row in times._timings.values() for t in row}
+        spread = np.geomspace(1, max(1, most), _POINTS).astype(np.int64).tolist()
+        self._sizes = np.array(sorted({*spread, *(x for x in measured if x <= most)}))
+        self._later: dict[tuple[int, bool], Any] = {}
+
+    def whole_ratio(self, samples: int) -> float:
+        """1: times have the ratio."""
+        return 1.0
+
+    def every(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
+        """The least :meth:`work` of all components; as :meth:`Times.every`."""
+        known = self._by_token if by_tokens else self._arrays
+        if (samples, degree) not in known:
+            later, at = self._from(degree, by_tokens), int(np.searchsorted(self._sizes, samples))
+            figures = self._at(samples, degree, by_tokens)
+            figures = np.minimum(figures, later[at]) if at < len(later) else figures
+            figures[_SPARED] = figures[0] - figures[_SPARED]
+            figures[_UNMADE] *= -1
+            known[samples, degree] = figures
+        return known[samples, degree]
+
+    def prepare(self, samples: Iterable[int], degree: int) -> None:
+        """Compute :meth:`every` for many numbers of samples at once."""
+        self._of.prepare(samples, degree)
+
+    def _at(self, samples: int, degree: int, by_tokens: bool) -> Any:
+        """The figures of so many samples: in place of what a second forward takes less, its time; and less memory where
+        more of the gradients do not exist yet."""
+        figures = self._of.every(samples, degree, by_tokens=by_tokens).copy()
+        figures[_SPARED] = figures[0] - figures[_SPARED]
+        figures[_UNMADE] *= -1
+        figures[[0, 1, _SPARED]] *= self._of.whole_ratio(samples)
+        return figures
+
+    def _from(self, degree: int, by_tokens: bool) -> Any:
+        """The least figures of each number of ``_sizes`` samples or more."""
+        if (degree, by_tokens) not in self._later:
+            self._of.prepare(self._sizes.tolist(), degree)
+            figures = np.stack([self._at(n, degree, by_tokens) for n in self._sizes.tolist()])
+            self._later[degree, by_tokens] = np.minimum.accumulate(figures[::-1])[::-1]
+        return self._later[degree, by_tokens]

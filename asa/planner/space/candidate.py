@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -17,7 +18,7 @@ from asa.cost.shards import Shards
 from asa.cost.states import States
 from asa.cost.traffic.collectives import Links
 from asa.cost.way import PHASES
-from asa.cost.work.compute import Times
+from asa.cost.work.compute import LeastTimes, Times
 from asa.cost.work.spread import slowest_rank, working
 from asa.interfaces.strategy import Strategies
 from asa.ir.codec import noun
@@ -90,8 +91,8 @@ class Candidate:
 class Prices:
     """Prices of ways and candidates in one space, each computed once.
 
-    ``known``: prices for the same profile, cluster, strategies and optimizer under another limit of memory or devices,
-    or for another batch, from which shared results are taken.
+    ``known``: prices for the same profile, cluster, strategies, batch and optimizer under another limit of memory or
+    devices, from which shared results are taken.
     """
 
     def __init__(self, space: Space, known: Prices | None = None) -> None:
@@ -101,8 +102,7 @@ class Prices:
         self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
-        same_batch = known is not None and known.space.request.global_batch == space.request.global_batch
-        self._pricers: dict[tuple[object, ...], Pricer] = known._pricers if known is not None and same_batch else {}
+        self._pricers: dict[tuple[object, ...], Pricer] = {} if known is None else known._pricers
         self._states: dict[tuple[int, int], States] = {} if known is None else known._states
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._splits: dict[int, np.ndarray] = {}
@@ -135,9 +135,17 @@ class Prices:
                 return True
         return False
 
-    def on_batch(self, batch: int, weights: dict[int, tuple[int, ...]]) -> Prices:
-        """Prices for another batch, which stages divide by ``weights``."""
-        return Prices(self.space.weighted(weights, batch), self)
+    @cached_property
+    def least_times(self) -> LeastTimes:
+        """The least times of so many samples or more."""
+        return LeastTimes(self._times, self.space.request.global_batch)
+
+    def at_least_on(self, batch: int, weights: dict[int, tuple[int, ...]]) -> Prices:
+        """Prices for another batch, which stages divide by ``weights``, if more samples took no less time and memory.
+        No division in which each rank has as many samples, or more, has lower prices."""
+        prices = Prices(self.space.weighted(weights, batch), self)
+        prices._times, prices._pricers, prices._computes = self.least_times, {}, {}
+        return prices
 
     def pricer(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> Pricer:
         """The pricer for stages of ``width`` ranks from rank ``first`` on, while ``busy`` ranks work at the same time

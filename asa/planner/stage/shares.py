@@ -150,12 +150,11 @@ class _DividedStage:
         counts = len(self._members), len(self._others)
         if min(first // counts[0], others // max(1, counts[1])) < max(self._prices.fewest):
             return None
-        weights = [0] * len(self._speeds)
-        for ranks, samples in ((self._members, first), (self._others, others)):
-            for k, r in enumerate(ranks):  # neighbours together have what an even division gives them
-                weights[r] = samples * (k + 1) // len(ranks) - samples * k // len(ranks)
-        width = len(weights)
-        prices = self._prices.on_batch(self._m * (first + others), {width: lowest_terms(tuple(weights))})
+        width = len(self._speeds)
+        weights = [others * counts[0]] * width
+        for r in self._members:
+            weights[r] = first * counts[1]
+        prices = self._prices.at_least_on(self._m * (first + others), {width: lowest_terms(tuple(weights))})
         return FormulatedStage(formulate(prices, width, self._m, self._allowed, likely_tight=True))
 
     def ms(self, plan: Candidate) -> float:
