@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,11 @@ def test_weights_that_do_not_fit_into_shared_memory_are_refused(tmp_path, monkey
 
 
 def test_shared_weights_have_no_file_that_a_killed_rank_could_leave_behind(tmp_path, monkeypatch):
-    def unnamed(*_, **__):
-        raise AssertionError("a file with a name was made")
+    real = tempfile.mkstemp
+
+    def unnamed(*args, prefix="", **options):
+        assert "hogwild" not in prefix, "a file with a name was made"
+        return real(*args, prefix=prefix, **options)
 
     monkeypatch.setattr("tempfile.mkstemp", unnamed)
     events = run(under("hogwild", 2), tmp_path, epochs=1)

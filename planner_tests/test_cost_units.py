@@ -51,7 +51,7 @@ def profile_of(build: Callable[[], nn.Module], batch: int) -> Profile:
     """Measured once for all tests that ask."""
     return profile_module(
         build(), torch.zeros((2, *SHAPE)), spec=build.__name__, num_classes=CLASSES, global_batch=batch,
-        device=torch.device("cpu"), time_limit_s=1.0, max_tensor_degree=1,
+        device=torch.device("cpu"), time_limit_s=10.0, max_tensor_degree=1,
     )  # fmt: skip
 
 

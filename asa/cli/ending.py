@@ -22,6 +22,9 @@ EXIT_CODE = 128 + signal.SIGTERM
 class Terminated(BaseException):
     """Raised by SIGTERM and SIGHUP. Like KeyboardInterrupt it is not an error that other code should handle."""
 
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(number)
+
 
 INTERRUPTED = "interrupted", 130
 """What is printed, and the exit code, behind Ctrl-C."""

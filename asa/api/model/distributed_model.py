@@ -797,9 +797,6 @@ class DistributedModel(ModelInterface):
         Raises:
             UsageError: one was replaced or tied.
         """
-        self._warn_of_hooks()
-        self._warn_of_attributes()
-        self.say_of_draws()
         if (
             self.parallel is not None
             and self.training
@@ -807,6 +804,9 @@ class DistributedModel(ModelInterface):
             and self.parameter_ids != self._parameter_ids()
         ):
             raise UsageError(f"a parameter of the model {REPLACED}")
+        self._warn_of_hooks()
+        self._warn_of_attributes()
+        self.say_of_draws()
 
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
         """Check that all ranks made the same calls for batch ``number`` of an epoch (collective)."""
